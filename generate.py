@@ -1,0 +1,445 @@
+"""Generate text with n-gram speculative decoding: the LLM class, and the command line around it.
+
+    python generate.py --spec ngram --k 5
+
+From Python:
+
+    llm = LLM("smollm2", spec="ngram", k=5)
+    print(llm.chat([{"role": "user", "content": "Hello"}]).text)
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections import deque
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Callable, Iterator
+
+import torch
+
+import kernels
+from checkpoint import cache_dir, load_weights, open_checkpoint, resolve
+from model import Transformer
+from scheduler import Request, SamplingParams, Scheduler
+from spec import SpecStats
+from tokenizer import Tokenizer, load_tokenizer
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DEFAULT_PROMPT = """Here is a Python class:
+
+class Account:
+    def __init__(self, owner, balance):
+        self.owner = owner
+        self.balance = balance
+
+    def deposit(self, amount):
+        self.balance = self.balance + amount
+        return self.balance
+
+    def withdraw(self, amount):
+        self.balance = self.balance - amount
+        return self.balance
+
+Write the class again, with a docstring in every method."""
+
+
+@dataclass
+class Result:
+    """One finished request. `text` ends before a stop string; `token_ids` end with the token that completed the stop."""
+
+    prompt: str | list
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str  # stop, length, abort
+    stats: SpecStats
+    seconds: float  # from the first prefill chunk to the last token
+    time_to_first_token: float  # seconds, from arrival
+    prefill_seconds: float
+    num_cached_tokens: int
+
+
+class TextStream:
+    """Turns a request's token ids into text as they come, and ends it at a stop string wherever that falls."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]):
+        self.decoder, self.stop, self.text = tokenizer.stream_decoder(), stop, ""
+        self.shown = 0  # characters handed out; what may be the beginning of a stop string is held back
+        self.stopped = False
+        self.pieces: deque[tuple[str, bool]] = deque()  # (text, from accepted drafts)
+
+    def push(self, ids: list[int], num_accepted: int) -> int | None:
+        """-> how many of the ids to keep, if a stop string ends with one of them (Request.on_tokens)."""
+        for i, token in enumerate(ids):
+            before = len(self.text)
+            self.text += self.decoder.push([token])
+            if self._cut(before):
+                self._hand_out(len(self.text), i < num_accepted)
+                return i + 1
+            held = max((n for s in self.stop for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)
+            self._hand_out(len(self.text) - held, i < num_accepted)
+        return None
+
+    def _cut(self, before: int) -> bool:
+        """Cut the text at the first stop string that ends beyond `before`."""
+        found = [(self.text.find(s, max(0, before - len(s) + 1)), s) for s in self.stop]
+        found = [at for at, s in found if at >= 0]
+        if found:
+            self.text, self.stopped = self.text[: min(found)], True
+        return self.stopped
+
+    def _hand_out(self, end: int, drafted: bool) -> None:
+        if end > self.shown:
+            self.pieces.append((self.text[self.shown : end], drafted))
+            self.shown = end
+
+    def finish(self) -> str:
+        if not self.stopped:
+            before = len(self.text)
+            self.text += self.decoder.flush()
+            self._cut(before)
+            self._hand_out(len(self.text), False)
+        return self.text
+
+
+class LLM:
+    """A model ready to decode: load once, then `generate`, `chat` or `stream`.
+
+    model: 'smollm2', a checkpoint folder, a .gguf file or a Hugging Face repo id. spec: 'ngram' or 'none'; k: drafts
+    per step (default 5 for ngram, 0 for none: then one row per step). max_seq_length: tokens per request, prompt and
+    output, default min(2048, the model's). device: default 'cuda' if there is one. Raises ValueError for bad input.
+    """
+
+    def __init__(
+        self, model: str = "smollm2", *, spec: str = "ngram", k: int | None = None, ngram_min: int = 1,
+        ngram_max: int = 3, max_batch_size: int = 1, max_seq_length: int | None = None, dtype: str = "bfloat16",
+        device: str | None = None, compile: bool = True, run_async: bool = True, prefix_cache: bool = True,
+        prefill_chunk_size: int | None = None, max_prefill_tokens: int = 256,
+    ):  # fmt: skip
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype is {dtype!r}: must be one of {', '.join(DTYPES)}")
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        path = resolve(model)
+        checkpoint = open_checkpoint(path)
+        self.args = checkpoint.args
+        max_seq_length = max_seq_length or min(2048, self.args.max_position)
+        if max_seq_length > self.args.max_position:
+            raise ValueError(
+                f"max_seq_length is {max_seq_length}: the model was trained for {self.args.max_position} positions"
+            )
+        self.tokenizer = load_tokenizer(path)
+        start = time.perf_counter()
+        with torch.device("meta"):
+            self.model = Transformer(self.args).eval().requires_grad_(False)
+        load_weights(checkpoint, self.model, DTYPES[dtype], self.device)
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        if not self.args.tie_embeddings:  # of an untied embedding a step reads a few rows only
+            self.weight_bytes -= self.model.tok_embeddings.weight.numel() * DTYPES[dtype].itemsize
+        # Whether a row's bits are free of the step's shape (level two): then k, batch and chunks change no token.
+        self.shape_invariant = self.device == "cpu" and kernels.install(self.model, cache_dir())
+        self.load_seconds = time.perf_counter() - start
+        self.scheduler = Scheduler(
+            self.model, eos_ids=sorted({*checkpoint.eos_ids, *self.tokenizer.eos_ids}), spec=spec,
+            k=(5 if spec == "ngram" else 0) if k is None else k, ngram_min=ngram_min, ngram_max=ngram_max,
+            max_batch_size=max_batch_size, max_seq_length=max_seq_length, device=self.device, compile=compile,
+            run_async=run_async, prefix_cache=prefix_cache, max_prefill_tokens=max_prefill_tokens,
+            prefill_chunk_size=prefill_chunk_size or (64 if self.device == "cpu" else 256),
+        )  # fmt: skip
+        self.compile_seconds = 0.0
+        if compile:
+            start = time.perf_counter()
+            self.scheduler.warm_up()
+            self.compile_seconds = time.perf_counter() - start
+
+    def encode(self, prompt: str | list) -> list[int]:
+        """Token ids of a text, of chat messages [{"role", "content"}], or a list of token ids as it is."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        return self.tokenizer.chat(prompt) if prompt and isinstance(prompt[0], dict) else list(prompt)
+
+    def submit(self, prompt: str | list, params: SamplingParams, priority: int = 0) -> tuple[Request, TextStream]:
+        """Queue one request on the scheduler; run it with `llm.scheduler.step()`, collect it with `result`."""
+        text = TextStream(self.tokenizer, params.stop)
+        request = Request(self.encode(prompt), params, priority, on_tokens=text.push)
+        self.scheduler.add(request)
+        return request, text
+
+    def result(self, prompt: str | list, request: Request, text: TextStream) -> Result:
+        return Result(
+            prompt, request.prompt_token_ids, request.token_ids, text.finish(), request.finish_reason, request.stats,
+            seconds=request.finish_time - request.prefill_start_time,
+            time_to_first_token=request.first_token_time - request.arrival_time,
+            prefill_seconds=request.decode_start_time - request.prefill_start_time,
+            num_cached_tokens=request.num_cached_tokens,
+        )  # fmt: skip
+
+    def generate(
+        self,
+        prompts: str | list,
+        params: SamplingParams | list[SamplingParams] | None = None,
+        on_result: Callable[[int, Result], str | list | None] | None = None,
+    ) -> Result | list[Result]:
+        """Decode one prompt (a text) or a list of prompts (texts, token id lists, message lists), in input order.
+
+        params: one for all or one each. on_result(index, result) is called as each finishes and may return a prompt
+        that continues it (the next turn of a conversation); its result then takes the place of the first.
+        """
+        if isinstance(prompts, str):
+            return self.generate([prompts], params, on_result)[0]
+        params = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one, or one each")
+        running, results = {}, [None] * len(prompts)
+        try:
+            for i, prompt in enumerate(prompts):
+                request, text = self.submit(prompt, params[i])
+                running[request] = (i, prompt, text)
+            while running:
+                for request in self.scheduler.step():
+                    if request not in running:
+                        continue
+                    i, prompt, text = running.pop(request)
+                    results[i] = self.result(prompt, request, text)
+                    more = on_result(i, results[i]) if on_result else None
+                    if more is not None:
+                        request, text = self.submit(more, params[i])
+                        running[request] = (i, more, text)
+        finally:  # an error or Ctrl-C: leave nothing behind in the slots
+            for request in running:
+                self.scheduler.abort(request)
+        return results
+
+    def chat(self, messages: list, params: SamplingParams | list[SamplingParams] | None = None):
+        """As `generate`, for a conversation [{"role", "content"}, ...] or a list of conversations."""
+        if messages and isinstance(messages[0], dict):
+            return self.generate([messages], params)[0]
+        return self.generate(messages, params)
+
+    def stream(self, prompt: str | list, params: SamplingParams | None = None) -> Iterator[tuple[str, bool] | Result]:
+        """Yield (text, from accepted drafts) pieces as they come, whole characters only, then the Result."""
+        request, text = self.submit(prompt, params or SamplingParams())
+        try:
+            while request.state != "finished":
+                self.scheduler.step()
+                while text.pieces:
+                    yield text.pieces.popleft()
+            result = self.result(prompt, request, text)
+            yield from text.pieces
+            yield result
+        finally:
+            self.scheduler.abort(request)
+
+
+# -- the command line
+
+
+def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
+    p = argparse.ArgumentParser(
+        description="Generate text with lossless n-gram speculative decoding.", allow_abbrev=False
+    )
+    d, flag = SamplingParams(), argparse.BooleanOptionalAction
+    add = p.add_argument
+    add("--model", default="smollm2", help="smollm2, a folder, a .gguf file or a hub repo id (default: smollm2)")
+    add("--prompt", help="text to answer, - for standard input (default: a built-in one that shows speculation)")
+    add("--prompt_file", help='JSON lines: a string, {"prompt"}, {"messages"} or MT-Bench\'s {"turns"}; also txt of one')
+    add("--num_prompts", type=int, help="prompts to take from --prompt_file (default: all)")
+    add("--chat", action=flag, default=None, help="use the model's chat template (default: if it has one)")
+    add("--interactive", action="store_true", help="converse; Ctrl-C stops an answer, Ctrl-D ends (default: off)")
+    add("--spec", choices=["none", "ngram"], default="ngram", help="how to draft tokens (default: ngram)")
+    add("--k", type=int, help="draft tokens per step (default: 5; with --spec none 0: one row per step)")
+    add("--ngram_min", type=int, default=1, help="shortest match to draft from, tokens (default: 1)")
+    add("--ngram_max", type=int, default=3, help="longest match looked for, tokens (default: 3)")
+    add("--max_new_tokens", type=int, default=d.max_new_tokens, help=f"output limit, tokens (default: {d.max_new_tokens})")
+    add("--temperature", type=float, default=0.0, help="0: most likely token (default: 0)")
+    add("--top_k", type=int, default=d.top_k, help="keep the k likeliest tokens, 0: off (default: 0)")
+    add("--top_p", type=float, default=d.top_p, help="keep this much probability, 1: off (default: 1)")
+    add("--min_p", type=float, default=d.min_p, help="drop below this share of the likeliest, 0: off (default: 0)")
+    add("--seed", type=int, default=d.seed, help="of the sampling noise, any integer (default: 0)")
+    add("--stop", action="append", default=[], help="text that ends the answer; repeatable (default: none)")
+    add("--ignore_eos", action="store_true", help="go on to the limit (default: off)")
+    add("--max_batch_size", type=int, default=1, help="requests decoded together, slots (default: 1)")
+    add("--max_seq_length", type=int, help="prompt and output per request, tokens (default: min(2048, the model's))")
+    add("--dtype", choices=list(DTYPES), default="bfloat16", help="of weights and KV cache (default: bfloat16)")
+    add("--device", help="cpu or cuda (default: cuda if there is one)")
+    add("--compile", action=flag, default=True, help="compile the step (default: on)")
+    add("--async", action=flag, default=True, dest="run_async", help="run one step ahead of its results (default: on)")
+    add("--prefix_cache", action=flag, default=True, help="reuse KV rows of shared prefixes (default: on)")
+    add("--show_drafts", action="store_true", help="colour accepted draft tokens (default: off)")
+    add("--json", action="store_true", help="one JSON object per request on stdout (default: off)")
+    return p.parse_args(argv)
+
+
+def read_prompts(path: str, limit: int | None) -> list[list[dict] | str]:
+    """Prompts of a JSON lines file: texts, or conversations; of {"turns"} the turns. ValueError names line and fault."""
+    prompts = []
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as e:
+        raise ValueError(f"{path} is not UTF-8: byte {e.object[e.start]:#x} at offset {e.start}; convert it") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except json.JSONDecodeError as e:
+            raise ValueError(f"{path} line {number} is not JSON ({e.msg}): one JSON value per line") from None
+        if isinstance(item, dict):
+            item = item.get("prompt") or item.get("messages") or item.get("turns")
+        texts = isinstance(item, list) and item and all(isinstance(x, (str, dict)) for x in item)
+        if not (isinstance(item, str) and item or texts):
+            raise ValueError(f'{path} line {number}: need a non-empty string, "prompt", "messages" or "turns"')
+        prompts.append(item)
+    if not prompts:
+        raise ValueError(f"{path} holds no prompts: one JSON value per line")
+    return prompts[:limit]
+
+
+def as_prompt(text: str | list, chat: bool) -> str | list[dict]:
+    """A text as a user's message where the chat template is used; messages as they are; turns: the first one."""
+    if isinstance(text, list) and isinstance(text[0], str):
+        text = text[0]
+    return [{"role": "user", "content": text}] if chat and isinstance(text, str) else text
+
+
+def json_line(result: Result) -> str:
+    s = result.stats
+    return json.dumps(
+        {
+            "prompt": result.prompt, "token_ids": result.token_ids, "text": result.text,
+            "finish_reason": result.finish_reason, "num_prompt_tokens": len(result.prompt_token_ids),
+            "num_cached_tokens": result.num_cached_tokens, "total_num_output_tokens": s.total_num_output_tokens,
+            "num_steps": s.num_steps, "num_drafts": s.num_drafts, "num_draft_tokens": s.num_draft_tokens,
+            "num_accepted_tokens": s.num_accepted_tokens, "accepted_per_position": s.accepted_per_position,
+            "seconds": round(result.seconds, 4), "time_to_first_token": round(result.time_to_first_token, 4),
+        },
+        ensure_ascii=False,
+    )  # fmt: skip
+
+
+def peak_memory(device: str) -> float:
+    """GiB: of the GPU where the model is on one, else resident memory of the process."""
+    if device != "cpu":
+        return torch.cuda.max_memory_allocated() / 2**30
+    try:
+        import resource
+    except ImportError:  # Windows
+        return float("nan")
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def print_statistics(llm: LLM, results: list[Result], wall: float) -> None:
+    """What speculation did, and what the run cost, on stderr."""
+    stats, s = llm.scheduler.stats, llm.scheduler
+    n = len(results)
+    prefill = sum(r.prefill_seconds for r in results)
+    decode = wall - prefill if len(s.slots) == 1 else wall
+    steps = s.step_launched
+    context = sum(len(r.prompt_token_ids) + len(r.token_ids) / 2 for r in results) / max(1, n)
+    kv_row = 2 * llm.args.n_layer * llm.args.n_kv_head * llm.args.head_dim * s.buffers.cache.layers[0][0].element_size()
+    read = llm.weight_bytes + s.occupied / max(1, steps) * context * kv_row
+    ms = 1e3 * sum(r.time_to_first_token for r in results) / max(1, n)
+    rows = [
+        ("total_num_output_tokens", stats.total_num_output_tokens),
+        ("num_drafts", stats.num_drafts),
+        ("num_draft_tokens", stats.num_draft_tokens),
+        ("num_accepted_tokens", stats.num_accepted_tokens),
+        ("mean acceptance length", f"{stats.mean_acceptance_length:.2f}  (1 + accepted / drafts)"),
+        *((f"acceptance at token {i}", f"{x:.2f}") for i, x in enumerate(stats.acceptance_at)),
+        ("tokens per step", f"{stats.tokens_per_step:.2f}  (all {stats.num_steps} steps, drafted or not)"),
+        ("time to first token", f"{ms:.0f} ms" + (" (mean)" if n > 1 else "")),
+        ("prefill", f"{s.num_prefilled_tokens / max(prefill, 1e-9):.1f} tokens/s, {s.num_cached_tokens} reused"),
+        ("decode", f"{stats.total_num_output_tokens / max(decode, 1e-9):.1f} tokens/s, {steps / max(decode, 1e-9):.1f} steps/s"),
+        ("bytes read per step", f"{read / 1e6:.0f} MB, x steps/s = {read * steps / max(decode, 1e-9) / 1e9:.1f} GB/s"),
+        ("load, compile", f"{llm.load_seconds:.1f} s, {llm.compile_seconds:.1f} s"),
+        ("peak memory", f"{peak_memory(llm.device):.2f} GiB"),
+    ]
+    level = "any k, batch and chunk size" if llm.shape_invariant else "fixed k and max_batch_size"
+    print("\n" + "\n".join(f"{name:>26}: {value}" for name, value in rows), file=sys.stderr)
+    print(f"{'same tokens for':>26}: {level}", file=sys.stderr)
+
+
+def answer(llm: LLM, prompt, params: SamplingParams, show_drafts: bool) -> Result:
+    """Stream one answer to stdout."""
+    for piece in llm.stream(prompt, params):
+        if isinstance(piece, Result):
+            print(flush=True)
+            return piece
+        text, drafted = piece
+        print(f"\033[32m{text}\033[0m" if drafted and show_drafts else text, end="", flush=True)
+
+
+def converse(llm: LLM, params: SamplingParams, chat: bool, show_drafts: bool) -> list[Result]:
+    messages, results = [], []
+    while True:
+        print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return results
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.strip()})
+        try:
+            results.append(answer(llm, messages if chat else line.strip(), params, show_drafts))
+            messages.append({"role": "assistant", "content": results[-1].text})
+        except KeyboardInterrupt:
+            print("\n[stopped]", file=sys.stderr)
+            messages.pop()
+        except ValueError as e:  # the conversation outgrew the slot, say
+            print(f"error: {e}", file=sys.stderr)
+            messages.pop()
+
+
+def run(args: argparse.Namespace) -> None:
+    # Everything that can be wrong with the input is found before the model is loaded.
+    params = SamplingParams(**{f.name: getattr(args, f.name) for f in fields(SamplingParams) if f.name in PARAMS})
+    prompts = read_prompts(args.prompt_file, args.num_prompts) if args.prompt_file else None
+    if prompts is None and not args.interactive:
+        prompts = [sys.stdin.read() if args.prompt == "-" else DEFAULT_PROMPT if args.prompt is None else args.prompt]
+        if not prompts[0]:
+            raise ValueError("the prompt is empty: give at least one character")
+    names = (
+        "model", "spec", "k", "ngram_min", "ngram_max", "max_batch_size", "max_seq_length", "dtype", "device",
+        "compile", "run_async", "prefix_cache",
+    )  # fmt: skip
+    if args.compile:
+        print("loading and compiling (the first time takes longer)...", file=sys.stderr)
+    llm = LLM(**{name: getattr(args, name) for name in names})
+    chat = llm.tokenizer.chat_template is not None if args.chat is None else args.chat
+    start = time.perf_counter()
+    try:
+        if args.interactive:
+            results = converse(llm, params, chat, args.show_drafts)
+        elif len(prompts) == 1 and not args.json:
+            results = [answer(llm, as_prompt(prompts[0], chat), params, args.show_drafts)]
+        else:
+            def show(index: int, result: Result) -> None:
+                print(json_line(result) if args.json else f"[{index}] {result.text}\n", flush=True)
+
+            results = llm.generate([as_prompt(p, chat) for p in prompts], params, show)
+        print_statistics(llm, results, time.perf_counter() - start)
+    finally:
+        llm.scheduler.close()
+
+
+PARAMS = (
+    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos",
+)  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    try:
+        run(parse_args(argv))
+    except (ValueError, OSError) as e:
+        print(f"error: {e}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

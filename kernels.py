@@ -1,0 +1,159 @@
+"""CPU kernels: builds kernels.cpp once, registers its two operations with torch, puts them into a model.
+
+Why not PyTorch's own kernels: a row's bits must not depend on how many other rows run beside it (that is what makes
+speculative and plain decoding give the same tokens), and the few-row step must read bf16 weights at memory speed also
+on CPUs without bf16 instructions. These kernels do both by construction; see kernels.cpp.
+"""
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+FLAGS = ["-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi"]
+SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
+
+
+@lru_cache(maxsize=1)
+def library(cache_dir: Path) -> ctypes.CDLL | None:
+    """Compile kernels.cpp for this processor (about 3 seconds, once), load it; None and a notice if it cannot be."""
+    source = Path(__file__).with_name("kernels.cpp")
+    compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+    cpu = platform.machine() + platform.processor()
+    if Path("/proc/cpuinfo").exists():  # a shared home folder may be seen by unlike processors
+        cpu += next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("flags")), "")
+    key = hashlib.sha256(source.read_bytes() + repr((FLAGS, compiler, cpu)).encode()).hexdigest()[:16]
+    target = cache_dir / f"kernels-{key}.so"
+    try:
+        if not target.exists():
+            if compiler is None:
+                raise OSError("no C++ compiler found (g++ or clang++; set CXX)")
+            cache_dir.mkdir(parents=True, exist_ok=True)
+            partial = target.with_suffix(f".{os.getpid()}.tmp")
+            try:
+                done = subprocess.run([compiler, *FLAGS, str(source), "-o", str(partial)], capture_output=True, text=True)
+                if done.returncode:
+                    raise OSError((done.stderr.strip().splitlines() or ["unknown error"])[-1])
+                os.replace(partial, target)
+            finally:
+                partial.unlink(missing_ok=True)
+        return ctypes.CDLL(str(target))
+    except OSError as e:
+        print(f"notice: CPU kernels not built, using torch's own (slower, identity at fixed k only): {e}", file=sys.stderr)
+        return None
+
+
+_ops = torch.library.Library("ngram_spec", "DEF")
+_ops.define("linear(Tensor x, Tensor packed, int n) -> Tensor")
+_ops.define("attend(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor slots, int window, float scale) -> Tensor")
+_c: dict = {}  # C functions by name, filled by install()
+
+
+def _linear(x: Tensor, packed: Tensor, n: int) -> Tensor:
+    y = torch.empty((*x.shape[:-1], n), dtype=torch.float32)
+    k = x.shape[-1]
+    _c[packed.dtype](x.data_ptr(), packed.data_ptr(), y.data_ptr(), x.numel() // k, k, n)
+    return y
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, window: int, scale: float) -> Tensor:
+    out = torch.empty_like(q)
+    N, T, H, E = q.shape
+    _c["attend", k.dtype](
+        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), positions.data_ptr(), slots.data_ptr(),
+        N, T, H, k.shape[1], k.shape[2], E, window, scale,
+    )
+    return out
+
+
+_ops.impl("linear", _linear, "CPU")
+_ops.impl("attend", _attend, "CPU")
+torch.library.register_fake("ngram_spec::linear", lambda x, w, n: x.new_empty((*x.shape[:-1], n)), lib=_ops)
+torch.library.register_fake("ngram_spec::attend", lambda q, *rest: torch.empty_like(q), lib=_ops)
+
+
+def pack(weight: Tensor, block: int) -> Tensor:
+    """[N, K] float32 or bfloat16 -> [N / block, K, block], in bf16 with columns j and block / 2 + j side by side."""
+    N, K = weight.shape
+    blocks = weight.view(N // block, block, K).transpose(1, 2)  # [N / block, K, block]
+    if weight.dtype == torch.bfloat16:  # one 32-bit lane then holds two columns
+        blocks = blocks.unflatten(2, (2, block // 2)).transpose(2, 3)
+    return blocks.reshape(N // block, K, block).contiguous()
+
+
+class PackedLinear(nn.Module):
+    """y = x W^T (+ b) in float32 from packed weights [N / block, K, block]."""
+
+    def __init__(self, linear: nn.Module, block: int):
+        super().__init__()
+        self.n, bias = linear.weight.shape[0], getattr(linear, "bias", None)
+        self.register_buffer("packed", pack(linear.weight.data, block))
+        self.register_buffer("bias", None if bias is None else bias.data.float())
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., K] float32 -> [..., N] float32
+        y = torch.ops.ngram_spec.linear(x.contiguous(), self.packed, self.n)
+        return y if self.bias is None else y + self.bias
+
+
+class PackedEmbedding(nn.Module):
+    """Rows of a packed weight, for an embedding that is tied to the output layer: no second copy."""
+
+    def __init__(self, output: PackedLinear):
+        super().__init__()
+        self.output = output
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [N, T] int64 -> [N, T, K] float32
+        packed, j = self.output.packed, tokens % self.output.packed.shape[2]
+        if packed.dtype == torch.bfloat16:
+            j = j % (packed.shape[2] // 2) * 2 + j // (packed.shape[2] // 2)
+        return packed[tokens // packed.shape[2], :, j].float()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, window: int, scale: float) -> Tensor:
+    """q [N, T, H, E] float32, k and v [B, G, S, E], positions [N, T] and slots [N] int64 -> [N, T, H, E] float32."""
+    return torch.ops.ngram_spec.attend(q.contiguous(), k, v, positions, slots, window, scale)
+
+
+def release_threads() -> None:
+    """Let the calling thread's OpenMP workers go, before another thread starts its own (see kernels.cpp)."""
+    if _c:
+        _c["release_threads"]()
+
+
+def install(model: nn.Module, cache_dir: Path) -> bool:
+    """Replace a CPU model's linear layers and attention by the packed kernels, one layer at a time.
+
+    Returns whether it was done: not without a compiler, nor for shapes the kernels do not serve (head_dim a multiple
+    of 16, output sizes a multiple of 32, bfloat16 or float32), where torch's own operations stay.
+    """
+    linears = [(m, name, x) for m in model.modules() for name, x in m.named_children() if hasattr(x, "in_features")]
+    sizes = [x.weight.shape[0] for _, _, x in linears]
+    if model.args.head_dim % 16 or any(n % 32 for n in sizes) or linears[0][2].weight.dtype not in SUFFIX:
+        return False
+    if (lib := library(cache_dir)) is None:
+        return False
+    p, i = ctypes.c_void_p, ctypes.c_int
+    for dtype, suffix in SUFFIX.items():
+        _c[dtype], _c["attend", dtype] = lib["linear_" + suffix], lib["attend_" + suffix]
+        _c[dtype].argtypes, _c["attend", dtype].argtypes = [p] * 3 + [i] * 3, [p] * 6 + [i] * 7 + [ctypes.c_float]
+        _c[dtype].restype = _c["attend", dtype].restype = None
+    _c["release_threads"] = lib.release_threads
+    block = lib.columns_per_block()
+    for parent, name, linear in linears:
+        setattr(parent, name, PackedLinear(linear, block))
+        linear.weight = None  # the unpacked weight goes before the next layer is packed
+    if model.args.tie_embeddings:
+        model.tok_embeddings = PackedEmbedding(model.output)
+    for layer in model.layers:
+        layer.attention.attend = attend
+    model.activation_dtype = torch.float32
+    return True

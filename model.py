@@ -1,0 +1,176 @@
+"""The Transformer: static KV cache, one forward for prefill chunks and decode steps.
+
+Copy this file: it imports torch only. Names follow the Llama reference code, shapes are in comments:
+N groups of T rows each (decode: N = B slots, T = 1 + k; prefill: N = 1, T = chunk), D = dim,
+H = query heads, G = KV heads, E = head_dim, S = cache positions.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass
+class ModelArgs:
+    """Shape of a model, read from its own config.json or GGUF metadata; nothing is guessed from names."""
+
+    dim: int = 64
+    n_layer: int = 2
+    n_head: int = 4
+    n_kv_head: int = 2
+    head_dim: int = 16
+    intermediate_size: int = 128
+    vocab_size: int = 256
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # {"rope_type": "linear" | "llama3", "factor": ..., ...} as in config.json
+    max_position: int = 2048  # context length the model was trained for, in tokens
+    tie_embeddings: bool = False
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
+
+    def forward(self, x: Tensor) -> Tensor:  # computed in float32 whatever the dtype of x
+        y = x.float()
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
+        return (y * self.weight).to(x.dtype)
+
+
+def rope_frequencies(args: ModelArgs) -> Tensor:
+    """Inverse frequencies [E / 2] float32, after the config's scaling (linear, llama3, or factors per frequency)."""
+    inverse = 1.0 / args.rope_theta ** (torch.arange(0, args.head_dim, 2, dtype=torch.float32) / args.head_dim)
+    scaling = args.rope_scaling or {"rope_type": "default"}
+    if scaling["rope_type"] == "linear":
+        return inverse / scaling["factor"]
+    if scaling["rope_type"] == "factors":
+        return inverse / torch.tensor(scaling["factors"], dtype=torch.float32)
+    if scaling["rope_type"] == "llama3":  # long wavelengths are stretched, short ones kept, those between blended
+        length = scaling["original_max_position_embeddings"]
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = length * inverse / (2 * math.pi)  # full turns within the original context
+        blend = ((turns - low) / (high - low)).clamp(0, 1)
+        return blend * inverse + (1 - blend) * inverse / scaling["factor"]
+    return inverse
+
+
+def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
+    """Half-split rotation: x [N, T, heads, E], rope [N, T, 1, E] float32, rows of `rope_table`."""
+    (a, b), (cos, sin) = x.float().chunk(2, dim=-1), rope.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, window: int, scale: float) -> Tensor:
+    """Row (n, t) attends to the keys 0..positions[n, t] of slot slots[n].
+
+    q [N, T, H, E]; k, v [B, G, S, E]; positions [N, T], -1 for a padding row; slots [N] -> [N, T, H, E]. The query
+    heads of a group are folded into rows, so that keys and values are never expanded.
+    """
+    (N, T, H, E), (B, G, S, _) = q.shape, k.shape
+    if N != B:
+        k, v = k[slots], v[slots]
+    key = torch.arange(S, device=q.device)
+    mask = (key <= positions[:, :, None]) & ((key > positions[:, :, None] - window) if window else True)
+    mask |= (positions[:, :, None] < 0) & (key == 0)  # a padding row sees one key: no row may see none
+    q = q.view(N, T, G, H // G, E).permute(0, 2, 3, 1, 4).reshape(N, G, -1, E)  # [N, G, H / G * T, E]
+    out = F.scaled_dot_product_attention(q.to(k.dtype), k, v, mask.repeat(1, H // G, 1)[:, None], scale=scale)
+    return out.view(N, G, H // G, T, E).permute(0, 3, 1, 2, 4).reshape(N, T, H, E)
+
+
+class Attention(nn.Module):
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.args = args
+        rows = (args.n_head + 2 * args.n_kv_head) * args.head_dim
+        self.wqkv = nn.Linear(args.dim, rows, bias=False)
+        self.wo = nn.Linear(args.n_head * args.head_dim, args.dim, bias=False)
+        self.attend = attend  # kernels.py puts its own here
+
+    def forward(self, x: Tensor, cache: tuple[Tensor, Tensor], rope: Tensor, where: tuple) -> Tensor:
+        args, (k_cache, v_cache), (positions, slots) = self.args, cache, where
+        heads = [args.n_head, args.n_kv_head, args.n_kv_head]
+        q, k, v = self.wqkv(x).unflatten(-1, (-1, args.head_dim)).split(heads, dim=2)  # [N, T, heads, E]
+        q, k = apply_rope(q, rope), apply_rope(k, rope)
+        # Position -1 (padding, frozen slots) wraps around to the last row of the cache, which nobody reads.
+        k_cache[slots[:, None], :, positions] = k.to(k_cache.dtype)
+        v_cache[slots[:, None], :, positions] = v.to(v_cache.dtype)
+        out = self.attend(q, k_cache, v_cache, positions, slots, 0, args.head_dim**-0.5)
+        return self.wo(out.flatten(2).to(x.dtype))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.w13 = nn.Linear(args.dim, 2 * args.intermediate_size, bias=False)  # gate and up in one
+        self.w2 = nn.Linear(args.intermediate_size, args.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.w13(x).chunk(2, dim=-1)
+        return self.w2(F.silu(gate) * up)
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.attention, self.feed_forward = Attention(args), FeedForward(args)
+        self.attention_norm = RMSNorm(args.dim, args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
+
+    @torch.compiler.nested_compile_region  # compiled once for all layers, not unrolled
+    def forward(self, x: Tensor, cache: tuple[Tensor, Tensor], rope: Tensor, where: tuple) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cache, rope, where)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class KVCache:
+    """Static keys and values: per layer two tensors [B, G, S, E], zeroed once, never reallocated."""
+
+    def __init__(self, args: ModelArgs, batch_size: int, size: int, dtype: torch.dtype, device="cpu"):
+        shape = (batch_size, args.n_kv_head, size, args.head_dim)
+        self.layers = [
+            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            for _ in range(args.n_layer)
+        ]
+
+
+class Transformer(nn.Module):
+    """Decoder-only transformer. The caches live outside: one model can serve several."""
+
+    def __init__(self, args: ModelArgs):
+        super().__init__()
+        self.args = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleList(TransformerBlock(args) for _ in range(args.n_layer))
+        self.norm = RMSNorm(args.dim, args.norm_eps)
+        self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
+        if args.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        self.activation_dtype = None  # None: that of the weights
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, rope: Tensor, cache: KVCache, last_layer: bool = True
+    ) -> Tensor:
+        """Write the rows' keys and values into the cache and return their logits.
+
+        tokens, positions [N, T] int64 (position -1: a padding row, logits meaningless); slots [N] int64: the cache row
+        of each group; rope [S, E] float32 from rope_table; -> logits [N, T, V] float32, or None without `last_layer`
+        (prefill fills the cache and needs none).
+        """
+        x = self.tok_embeddings(tokens)  # [N, T, D]
+        x = x.to(self.activation_dtype or x.dtype)
+        rope = rope[positions][:, :, None]  # [N, T, 1, E]
+        for layer, kv in zip(self.layers, cache.layers):
+            x = layer(x, kv, rope, (positions, slots))
+        return self.output(self.norm(x)).float() if last_layer else None
+
+
+def rope_table(args: ModelArgs, size: int, device="cpu") -> Tensor:
+    """cos and sin of every position 0..size-1, [size, E] float32 (cos first). Angles in float64: long contexts."""
+    angles = torch.arange(size, dtype=torch.float64)[:, None] * rope_frequencies(args).double()
+    return torch.cat([angles.cos(), angles.sin()], dim=-1).float().to(device)

@@ -1,0 +1,493 @@
+"""Batched decoding over static slots, one step ahead of its results.
+
+B slots hold B requests at most. All state that a decode step needs lives in preallocated tensors on the device and is
+changed there; the host only learns of it when a step's results arrive. Device work is a queue of jobs executed in
+order, so the host may queue step i + 1 before it reads step i (after vLLM's async scheduling, PR 24799).
+"""
+
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Callable
+
+import torch
+from torch import Tensor
+
+import kernels
+from model import KVCache, Transformer, rope_table
+from spec import SpecStats, accept, propose, sample, seed_halves
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is decoded. Raises ValueError naming the field, the value and the limit."""
+
+    max_new_tokens: int = 256  # tokens, at least 1
+    min_new_tokens: int = 0  # no stop token before this many
+    temperature: float = 0.0  # 0: argmax
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # 1: off
+    min_p: float = 0.0  # 0: off
+    seed: int = 0
+    stop: tuple[str, ...] = ()  # strings that end the text, not part of it
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own
+    ignore_eos: bool = False
+    k: int | None = None  # drafts per step for this request, at most the scheduler's k; 0: none; None: the scheduler's
+
+    def __post_init__(self):
+        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        limits = {
+            "max_new_tokens": (1, 2**31), "min_new_tokens": (0, self.max_new_tokens), "temperature": (0, 1e4),
+            "top_k": (0, 2**31), "top_p": (1e-6, 1), "min_p": (0, 1), "seed": (-(2**63), 2**64), "k": (0, 2**31),
+        }  # fmt: skip
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if value is None and name == "k":
+                continue
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
+                raise ValueError(f"{name} is {value!r}: must be a number from {low} to {high}")
+        if "" in self.stop:
+            raise ValueError("stop contains an empty string: give at least one character")
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt on its way through the scheduler, and its result."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    priority: int = 0  # lower is more urgent
+    # Called per step with the new token ids and how many of them were accepted drafts (the leading ones). May return
+    # how many to keep, which ends the request ("stop").
+    on_tokens: Callable[[list[int], int], int | None] | None = None
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None  # stop, length, abort
+    stats: SpecStats = field(default_factory=SpecStats)
+    num_cached_tokens: int = 0  # prompt tokens whose KV rows were reused
+    num_preemptions: int = 0
+    arrival_time: float = 0.0
+    prefill_start_time: float = 0.0
+    decode_start_time: float = 0.0
+    first_token_time: float = 0.0
+    finish_time: float = 0.0
+
+    # the scheduler's own view
+    state: str = "waiting"  # waiting, prefill, decode, finished
+    order: tuple = ()  # (priority, arrival number)
+    slot: int | None = None
+    num_computed: int = 0  # leading tokens whose KV rows are in the slot, while in prefill
+    num_steps_in_flight: int = 0
+    num_output_placeholders: int = 0  # 1 + k per step in flight: what those may still deliver at most
+    swapped: list | None = None  # KV rows in host memory while preempted
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prompt_token_ids + self.token_ids
+
+
+class Slots:
+    """The static device buffers of B slots (B, S as in model.py; V vocabulary entries)."""
+
+    def __init__(self, model: Transformer, batch_size: int, max_seq_length: int, k: int, device):
+        args, B, size = model.args, batch_size, max_seq_length + k + 1
+        self.size = size  # room for a row at its limit to write 1 + k rows; the very last is scratch
+        dtype = next(t.dtype for t in [*model.parameters(), *model.buffers()] if t.dtype != torch.int8 and t.dim() > 1)
+        self.cache = KVCache(args, B, size, dtype, device)
+        self.rope = rope_table(args, size, device)
+
+        def zeros(*shape, dtype=torch.int64):
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.index = torch.arange(B, device=device)
+        self.tokens = zeros(B, size)  # [B, S]
+        self.length = zeros(B) + 1  # tokens known; the KV row of the last one is not computed yet
+        self.limit = zeros(B) + 1  # length at which the row ends
+        self.min_length = zeros(B)  # no stop token below this length
+        self.active = zeros(B, dtype=torch.bool)
+        self.spec_k = zeros(B)
+        self.temperature = zeros(B, dtype=torch.float32)
+        self.seed = zeros(B, 2, dtype=torch.int32)
+        self.top_k = zeros(B)
+        self.top_p = zeros(B, dtype=torch.float32) + 1
+        self.min_p = zeros(B, dtype=torch.float32)
+        self.stops = zeros(B, args.vocab_size, dtype=torch.bool)  # [B, V]
+
+    def set(self, slot: int, tokens: list[int], prompt_length: int, params: SamplingParams, stops: list[int], k: int):
+        """Load a request into a slot, not yet active."""
+        self.tokens[slot, : len(tokens)] = torch.tensor(tokens)
+        self.length[slot] = len(tokens)
+        self.limit[slot] = prompt_length + params.max_new_tokens
+        self.min_length[slot] = prompt_length + params.min_new_tokens
+        self.spec_k[slot] = k
+        self.temperature[slot] = params.temperature
+        self.seed[slot] = torch.tensor(seed_halves(params.seed), dtype=torch.int32)
+        self.top_k[slot], self.top_p[slot], self.min_p[slot] = params.top_k, params.top_p, params.min_p
+        self.stops[slot] = False
+        self.stops[slot, stops] = True
+
+    def copy_rows(self, source: int, target: int, n: int) -> None:
+        for k, v in self.cache.layers:
+            k[target, :, :n], v[target, :, :n] = k[source, :, :n], v[source, :, :n]
+
+    def swap_out(self, slot: int, n: int) -> list[tuple[Tensor, Tensor]]:
+        return [tuple(x[slot, :, :n].to("cpu", copy=True) for x in kv) for kv in self.cache.layers]
+
+    def swap_in(self, slot: int, rows: list[tuple[Tensor, Tensor]]) -> None:
+        for (k, v), (k_rows, v_rows) in zip(self.cache.layers, rows):
+            k[slot, :, : k_rows.shape[1]], v[slot, :, : v_rows.shape[1]] = k_rows, v_rows
+
+
+def decode_step(model, s: Slots, k: int, ngrams: tuple[int, int] | None, sampling: bool, masking: bool) -> Tensor:
+    """One step of all slots: propose, run 1 + k rows each, sample, accept, advance. Static shapes, no host sync.
+
+    ngrams: (ngram_min, ngram_max), None to draft nothing; sampling, masking: whether any slot has a temperature,
+    any a top_k, top_p, min_p or min_new_tokens. -> [B, 1 + k + 4] int64: the sampled tokens, then the numbers
+    emitted, drafted and accepted, then whether the last emitted token is a stop (2), the limit (1) or neither (0).
+    """
+    column = torch.arange(1 + k, device=s.length.device)
+    remaining = s.limit - s.length
+    if ngrams and k:
+        drafts = propose(s.tokens, s.length, k, *ngrams)  # [B, k]
+        # A draft beyond the last token that may still be emitted could not gain anything.
+        usable = column[:k] < torch.minimum(s.spec_k, remaining - 1)[:, None]
+        drafts = torch.where(usable & s.active[:, None], drafts, -1)
+    else:
+        drafts = torch.full_like(s.tokens[:, :k], -1)
+    rows = torch.cat([s.tokens.gather(1, s.length[:, None] - 1), drafts], 1)  # [B, 1 + k]
+    used = s.active[:, None] & (rows >= 0)
+    positions = torch.where(used, s.length[:, None] - 1 + column, -1)
+    logits = model(rows.clamp(min=0), positions, s.index, s.rope, s.cache)  # [B, 1 + k, V]
+    out = s.length[:, None] + column  # [B, 1 + k]: the position of each drawn token
+    if masking:
+        early = s.stops[:, None] & (out < s.min_length[:, None])[..., None]
+        logits = torch.where(early, -torch.inf, logits)
+    if sampling:
+        filters = (s.top_k, s.top_p, s.min_p) if masking else None
+        sampled = sample(logits, out, s.temperature, s.seed, filters)
+    else:
+        sampled = logits.argmax(-1)
+    accepted = accept(drafts, sampled)  # [B]
+    stop = s.stops.gather(1, sampled)  # [B, 1 + k]
+    first_stop = torch.where(stop, column, k + 1).amin(1)
+    emitted = torch.minimum(torch.minimum(accepted + 1, first_stop + 1), remaining) * s.active
+    stopped = first_stop < emitted
+    finished = torch.where(stopped, 2, (emitted == remaining).long()) * s.active
+    target = torch.where(column < emitted[:, None], out, s.size - 1)
+    s.tokens.scatter_(1, target, sampled)
+    s.length.add_(emitted)
+    s.active.logical_and_(finished == 0)
+    drafted = (drafts >= 0).sum(1)
+    return torch.cat([sampled, torch.stack([emitted, drafted, accepted, finished], 1)], 1)
+
+
+def prefill_chunk(model, s: Slots, chunk: int, slot: Tensor, start: Tensor, end: Tensor) -> None:
+    """Compute the KV rows start..start + chunk - 1 of a slot's tokens, none from `end` on. slot, start, end [1]."""
+    positions = start[:, None] + torch.arange(chunk, device=start.device)  # [1, chunk]
+    tokens = s.tokens[slot].gather(1, positions.clamp(max=s.size - 1))
+    model(tokens, torch.where(positions < end[:, None], positions, -1), slot, s.rope, s.cache, last_layer=False)
+
+
+class Device:
+    """Executes jobs in order: at once, or on one thread that runs ahead of the host (run_async)."""
+
+    def __init__(self, run_async: bool):
+        if run_async:
+            kernels.release_threads()
+        threads = torch.get_num_threads()
+        self.pool = ThreadPoolExecutor(1, initializer=lambda: torch.set_num_threads(threads)) if run_async else None
+        self.busy_until = 0.0  # when the last job ended
+        self.waited = self.busy = 0.0  # seconds between jobs, seconds in jobs
+
+    def _run(self, function, *args):
+        start = time.perf_counter()
+        if self.busy_until:
+            self.waited += start - self.busy_until
+        with torch.no_grad():
+            result = function(*args)
+        self.busy_until = time.perf_counter()
+        self.busy += self.busy_until - start
+        return result
+
+    def submit(self, function, *args) -> Future:
+        if self.pool:
+            return self.pool.submit(self._run, function, *args)
+        future = Future()
+        try:
+            future.set_result(self._run(function, *args))
+        except Exception as e:
+            future.set_exception(e)
+        return future
+
+    def close(self) -> None:
+        if self.pool:
+            self.pool.shutdown(wait=True, cancel_futures=True)
+
+
+@dataclass(eq=False)
+class Slot:
+    """The host's view of one slot."""
+
+    index: int
+    request: Request | None = None
+    cached: list[int] = field(default_factory=list)  # free slot: leading tokens whose KV rows are still there
+    free_after: int = 0  # number of the step that must have been read before the slot is handed out again
+    last_used: int = 0
+
+
+def shared_prefix(a: list[int], b: list[int]) -> int:
+    n = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), None)
+    return min(len(a), len(b)) if n is None else n
+
+
+class Scheduler:
+    """Runs requests in B slots: `add`, `abort`, `step` until `unfinished` is 0, or `run`.
+
+    model: a Transformer ready to run (packed, on its device). spec: "ngram" or "none"; k drafts per step (rows per
+    slot: 1 + k). max_seq_length: tokens per slot, prompt and output. max_prefill_tokens: prompt tokens computed per
+    iteration while others decode. compile: whether to compile the step with torch.compile(fullgraph=True).
+    """
+
+    def __init__(
+        self, model: Transformer, *, eos_ids: list[int] = (), spec: str = "ngram", k: int = 5, ngram_min: int = 1,
+        ngram_max: int = 3, max_batch_size: int = 1, max_seq_length: int = 2048, prefill_chunk_size: int = 64,
+        max_prefill_tokens: int = 256, run_async: bool = True, prefix_cache: bool = True, compile: bool = True,
+        device="cpu",
+    ):  # fmt: skip
+        for name, value, low in (
+            ("k", k, 0), ("ngram_min", ngram_min, 1), ("ngram_max", ngram_max, ngram_min),
+            ("max_batch_size", max_batch_size, 1), ("max_seq_length", max_seq_length, 2),
+            ("prefill_chunk_size", prefill_chunk_size, 1), ("max_prefill_tokens", max_prefill_tokens, 1),
+        ):  # fmt: skip
+            if value < low:
+                raise ValueError(f"{name} is {value}: must be at least {low}")
+        if spec not in ("ngram", "none"):
+            raise ValueError(f"spec is {spec!r}: must be 'ngram' or 'none'")
+        self.model, self.k, self.max_seq_length = model, k, max_seq_length
+        self.eos_ids, self.prefix_cache = list(eos_ids), prefix_cache
+        self.ngrams = (ngram_min, ngram_max) if spec == "ngram" else None
+        self.chunk, self.max_prefill_tokens = prefill_chunk_size, max_prefill_tokens
+        self.slots = [Slot(i) for i in range(max_batch_size)]
+        self.device, self.run_async = Device(run_async), run_async
+        self.buffers = self.device.submit(Slots, model, max_batch_size, max_seq_length, k, device).result()
+        wrap = (lambda f: torch.compile(f, fullgraph=True, dynamic=False)) if compile else (lambda f: f)
+        self.decode_step, self.prefill_chunk = wrap(decode_step), wrap(prefill_chunk)
+        self.waiting: list[Request] = []
+        self.in_flight: deque[tuple[int, Future, list[Request]]] = deque()
+        self.step_launched = self.step_read = self.arrivals = self.occupied = 0
+        self.done: list[Request] = []  # finished since the last step() returned
+        self.stats = SpecStats()
+        self.num_prompt_tokens = self.num_cached_tokens = self.num_prefilled_tokens = 0
+        self.host_seconds = 0.0
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.waiting) + sum(s.request is not None for s in self.slots)
+
+    def warm_up(self) -> None:
+        """Compile the greedy step and the prefill chunk (or load them from the disk cache) before the first request."""
+        self._launch_prefill(0, 0, 0).result()
+        self._launch_decode([]).result()
+
+    def add(self, request: Request) -> Request:
+        """Queue a request. ValueError: empty prompt, token out of range, or prompt and limit beyond the slot."""
+        prompt, limit = request.prompt_token_ids, request.params.max_new_tokens
+        if not prompt:
+            raise ValueError("the prompt is empty: give at least one token")
+        if not all(0 <= t < self.model.args.vocab_size for t in (min(prompt), max(prompt))):
+            raise ValueError(f"prompt token ids must be 0..{self.model.args.vocab_size - 1}")
+        if len(prompt) + limit > self.max_seq_length:
+            raise ValueError(
+                f"prompt of {len(prompt)} tokens + max_new_tokens {limit} exceeds max_seq_length "
+                f"{self.max_seq_length}: shorten the prompt, lower max_new_tokens or raise max_seq_length"
+            )
+        if any(not 0 <= t < self.model.args.vocab_size for t in request.params.stop_token_ids):
+            raise ValueError(f"stop_token_ids must be 0..{self.model.args.vocab_size - 1}")
+        request.order, request.arrival_time = (request.priority, self.arrivals), time.perf_counter()
+        self.arrivals += 1
+        self.num_prompt_tokens += len(prompt)
+        self.waiting.append(request)
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request in any state; tokens already delivered stay, none follow, nobody else's change."""
+        if request.state == "waiting":
+            self.waiting.remove(request)
+        if request.state != "finished":
+            self._finish(request, "abort")
+
+    def step(self) -> list[Request]:
+        """One iteration: admit, prefill, launch a decode step, read one that is done. -> requests finished by it."""
+        begin, waited = time.perf_counter(), 0.0
+        self._admit()
+        self._prefill()
+        runs = [r for r in self._running("decode") if len(r.token_ids) + r.num_steps_in_flight < r.params.max_new_tokens]
+        if runs:
+            self._launch_decode(runs)
+        while self.in_flight and len(self.in_flight) > (1 if self.run_async and runs else 0):
+            start = time.perf_counter()
+            self.in_flight[0][1].exception()  # wait; raised below, when it is read
+            waited += time.perf_counter() - start
+            self._read()
+        self.host_seconds += time.perf_counter() - begin - waited
+        done, self.done = self.done, []
+        return done
+
+    def run(self) -> None:
+        while self.unfinished:
+            self.step()
+
+    def close(self) -> None:
+        self.device.close()
+
+    # -- one iteration, part by part
+
+    def _running(self, state: str) -> list[Request]:
+        return [s.request for s in self.slots if s.request is not None and s.request.state == state]
+
+    def _cached(self, slot: Slot) -> list[int]:
+        """Leading tokens whose KV rows are (or, by the order of the queue, will be) in the slot."""
+        r = slot.request
+        if r is None:
+            return slot.cached
+        return r.tokens[:-1] if r.state == "decode" else r.tokens[: r.num_computed]
+
+    def _admit(self) -> None:
+        self.waiting.sort(key=lambda r: r.order)
+        while self.waiting:
+            request = self.waiting[0]
+            free = [s for s in self.slots if s.request is None and s.free_after <= self.step_read]
+            if not free:
+                if any(s.request is None for s in self.slots):
+                    return  # a slot is about to be free
+                worst = max((s.request for s in self.slots), key=lambda r: r.order)
+                if worst.priority <= request.priority:
+                    return
+                self.preempt(worst)
+                continue
+            self.waiting.pop(0)
+            wanted = request.prompt_token_ids if self.prefix_cache else []
+            slot = max(free, key=lambda s: (shared_prefix(s.cached, wanted), -s.last_used))
+            self._place(request, slot)
+
+    def _place(self, request: Request, slot: Slot) -> None:
+        params = request.params
+        stops = [*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)]
+        k = self.k if params.k is None else min(params.k, self.k)
+        prompt_length = len(request.prompt_token_ids)
+        self.device.submit(self.buffers.set, slot.index, request.tokens, prompt_length, params, stops, k)
+        request.state, request.slot, request.num_computed = "prefill", slot.index, 0
+        if request.swapped is not None:  # resumed: its rows come back bit for bit
+            self.device.submit(self.buffers.swap_in, slot.index, request.swapped)
+            request.num_computed, request.swapped = request.swapped[0][0].shape[1], None
+        elif self.prefix_cache:
+            request.num_computed = min(shared_prefix(slot.cached, request.prompt_token_ids), prompt_length - 1)
+            request.num_cached_tokens = request.num_computed
+            self.num_cached_tokens += request.num_computed
+        slot.request, slot.cached, slot.last_used = request, [], self.step_launched
+
+    def _prefill(self) -> None:
+        budget = self.max_prefill_tokens if self._running("decode") else None
+        for request in sorted(self._running("prefill"), key=lambda r: r.order):
+            if not request.prefill_start_time:
+                request.prefill_start_time = time.perf_counter()
+                self._reuse(request)
+            end = len(request.tokens) - 1  # the last token belongs to the first decode step
+            while request.num_computed < end and (budget is None or budget > 0):
+                stop = min(end, request.num_computed + self.chunk, request.num_computed + (budget or self.chunk))
+                self._launch_prefill(request.slot, request.num_computed, stop)
+                self.num_prefilled_tokens += stop - request.num_computed
+                budget = None if budget is None else budget - (stop - request.num_computed)
+                request.num_computed = stop
+            if request.num_computed == end:
+                self.device.submit(self.buffers.active.__setitem__, request.slot, True)
+                request.state = "decode"
+                request.decode_start_time = request.decode_start_time or time.perf_counter()
+
+    def _reuse(self, request: Request) -> None:
+        """Copy the longest prefix that another slot holds: equal prompts that arrive together are computed once."""
+        if not self.prefix_cache:
+            return
+        others = [s for s in self.slots if s.request is not request]
+        best, prompt = None, request.prompt_token_ids
+        for slot in others:
+            n = min(shared_prefix(self._cached(slot), prompt), len(prompt) - 1)
+            if n > request.num_computed:
+                best, new = slot.index, n - request.num_computed
+                request.num_computed = n
+                request.num_cached_tokens += new
+                self.num_cached_tokens += new
+        if best is not None:
+            self.device.submit(self.buffers.copy_rows, best, request.slot, request.num_computed)
+
+    def _launch_prefill(self, slot: int, start: int, end: int) -> Future:
+        values = [torch.tensor([x], device=self.buffers.length.device) for x in (slot, start, end)]
+        return self.device.submit(self.prefill_chunk, self.model, self.buffers, self.chunk, *values)
+
+    def _launch_decode(self, requests: list[Request]) -> Future:
+        p = [r.params for r in self._running("decode")]
+        sampling = any(x.temperature > 0 for x in p)
+        masking = any(x.min_new_tokens or x.temperature > 0 and (x.top_k or x.top_p < 1 or x.min_p) for x in p)
+        future = self.device.submit(self.decode_step, self.model, self.buffers, self.k, self.ngrams, sampling, masking)
+        if requests:
+            self.step_launched += 1
+            self.occupied += len(requests)
+            for r in requests:
+                r.num_steps_in_flight += 1
+                r.num_output_placeholders += 1 + self.k
+            self.in_flight.append((self.step_launched, future, requests))
+        return future
+
+    def _read(self) -> None:
+        """Settle the oldest step in flight: deliver its tokens, finish what ended."""
+        self.step_read, future, requests = self.in_flight.popleft()
+        rows, now = future.result().tolist(), time.perf_counter()
+        for r in requests:
+            *sampled, emitted, drafted, accepted, finished = rows[r.slot] if r.slot is not None else [0] * (self.k + 5)
+            r.num_steps_in_flight -= 1
+            r.num_output_placeholders -= 1 + self.k
+            if r.state != "decode":  # ended by the host meanwhile: what was in flight is void
+                if not r.num_steps_in_flight:
+                    r.slot = None
+                continue
+            new = sampled[:emitted]
+            keep = r.on_tokens(new, min(accepted, emitted)) if r.on_tokens else None
+            if keep is not None:
+                new, finished = new[:keep], 2
+            r.first_token_time = r.first_token_time or now
+            r.token_ids += new
+            for stats in (r.stats, self.stats):
+                stats.add_step(len(new), drafted, accepted)
+            if finished:
+                self._finish(r, "stop" if finished == 2 else "length")
+
+    def _finish(self, request: Request, reason: str) -> None:
+        """Free the request's slot, once the steps in flight have been read."""
+        slot = None if request.slot is None else self.slots[request.slot]
+        if slot is not None and slot.request is request:
+            if reason != "length":  # the device may not know
+                self.device.submit(self.buffers.active.__setitem__, slot.index, False)
+            slot.cached, slot.request, slot.free_after = self._cached(slot), None, self.step_launched
+        request.state, request.finish_reason, request.finish_time = "finished", reason, time.perf_counter()
+        if not request.num_steps_in_flight:
+            request.slot = None
+        request.swapped = None
+        self.done.append(request)
+
+    def preempt(self, request: Request) -> None:
+        """Take a request's slot: deliver what is in flight, keep its KV rows in host memory, queue it again."""
+        while self.in_flight:
+            self._read()
+        if request.state not in ("prefill", "decode"):
+            return  # it ended with what was in flight
+        slot = self.slots[request.slot]
+        n = len(self._cached(slot))
+        self.device.submit(self.buffers.active.__setitem__, slot.index, False)
+        request.swapped = self.device.submit(self.buffers.swap_out, slot.index, n).result()
+        slot.cached, slot.request, request.slot = self._cached(slot), None, None
+        request.state = "waiting"
+        request.num_preemptions += 1
+        self.waiting.append(request)
+        self.waiting.sort(key=lambda r: r.order)
