@@ -6,6 +6,7 @@
 
 #include <omp.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -24,7 +25,8 @@ typedef int32_t i8 __attribute__((vector_size(32)));
 
 template <class V> static inline V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
 
-// Weight formats: w is [N / NB, K, NB]; in bf16 column j and column VL + j share a 32-bit lane.
+// Formats of a block w [K, NB]. In bf16 two neighbours share a 32-bit lane: the even ones come out in w0, the odd ones
+// in w1; `column` undoes that where the block is not packed for it (keys and values; kernels.py packs weights so).
 struct BF16 {
   typedef uint16_t T;
   static inline void get(const T* w, vf& w0, vf& w1) {
@@ -38,14 +40,20 @@ struct F32 {
   static inline void get(const T* w, vf& w0, vf& w1) { w0 = load<vf>(w); w1 = load<vf>(w + VL); }
 };
 
-template <class W, int R>
+// The place in its block that output i of W::get comes from.
+template <class W> static inline int column(int i) { return i; }
+template <> inline int column<BF16>(int i) { return i < VL ? 2 * i : 2 * (i - VL) + 1; }
+
+// y[r, 0..NB) = sum over k of x[r, k] w[k, 0..NB). With ORDER, x comes from an unpacked block: in the order of `get`.
+template <class W, int R, bool ORDER>
 static void tile(const float* x, const typename W::T* w, float* y, int K, int N) {
   vf a[R][2];
   for (int r = 0; r < R; r++) a[r][0] = a[r][1] = vf{};
   for (int k = 0; k < K; k++) {
+    int row = ORDER ? k / NB * NB + column<W>(k % NB) : k;
     __builtin_prefetch(w + NB * (k + 32));
     vf w0, w1;
-    W::get(w + NB * k, w0, w1);
+    W::get(w + NB * row, w0, w1);
     for (int r = 0; r < R; r++) {
       vf b = x[(int64_t)r * K + k] - vf{};
       a[r][0] += b * w0;
@@ -55,14 +63,57 @@ static void tile(const float* x, const typename W::T* w, float* y, int K, int N)
   for (int r = 0; r < R; r++) memcpy(y + (int64_t)r * N, a[r], NB * 4);
 }
 
-template <class W, int R = MAX_ROWS>
+template <class W, bool ORDER = false, int R = MAX_ROWS>
 static void tiles(int rows, const float* x, const typename W::T* w, float* y, int K, int N) {
-  if (rows == R) return tile<W, R>(x, w, y, K, N);
-  if constexpr (R > 1) tiles<W, R - 1>(rows, x, w, y, K, N);
+  if (rows == R) return tile<W, R, ORDER>(x, w, y, K, N);
+  if constexpr (R > 1) tiles<W, ORDER, R - 1>(rows, x, w, y, K, N);
 }
 
+// exp(x) for x <= 87 to about 1 ulp; 0 below -87
+static inline v8 exp8(v8 x) {
+  i8 small = x < -87.0f;
+  x = small ? v8{} : x;
+  v8 n = x * 1.44269504f + 12582912.0f;  // round to nearest integer by the magic number 1.5 * 2^23
+  i8 bits = ((i8)n - 0x4b400000) << 23;
+  n -= 12582912.0f;
+  v8 r = x - n * 0.693359375f + n * 2.12194440e-4f;
+  v8 p = 1.9875691500e-4f - v8{};
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = p * r + c;
+  p = p * r * r + r + 1.0f;
+  return small ? v8{} : (v8)((i8)p + bits);
+}
+static inline v8 get8(const float* p) { return load<v8>(p); }
+
+// One row before its product: RMSNorm with the given weight, or SwiGLU of [gate, up] (x then has 2 K columns).
+static void prologue(const float* x, float* out, int K, const float* norm, float eps) {
+  if (norm) {
+    v8 sum = v8{};
+    for (int k = 0; k < K; k += 8) sum += get8(x + k) * get8(x + k);
+    float total = 0;
+    for (int i = 0; i < 8; i++) total += sum[i];
+    float scale = 1.0f / sqrtf(total / K + eps);
+    for (int k = 0; k < K; k++) out[k] = x[k] * scale * norm[k];
+  } else {
+    for (int k = 0; k < K; k += 8) {
+      v8 gate = get8(x + k), minus = -gate, limit = 87.0f - v8{};
+      v8 y = gate / (1.0f + exp8(minus < limit ? minus : limit)) * get8(x + K + k);
+      memcpy(out + k, &y, sizeof y);
+    }
+  }
+}
+
+// y [M, N] = prologue(x) w^T
 template <class W>
-static void linear(const float* x, const typename W::T* w, float* y, int M, int K, int N) {
+static void linear(const float* x, const typename W::T* w, float* y, int M, int K, int N, const float* norm, float eps,
+                   bool swiglu) {
+  static thread_local std::vector<float> ready;
+  if (norm || swiglu) {
+    ready.resize((size_t)M * K);
+    float* out = ready.data();
+#pragma omp parallel for if (M > 16)
+    for (int m = 0; m < M; m++) prologue(x + (int64_t)m * K * (1 + swiglu), out + (int64_t)m * K, K, norm, eps);
+    x = out;
+  }
 #pragma omp parallel for schedule(static)
   for (int n = 0; n < N / NB; n++) {
     const typename W::T* wn = w + (int64_t)n * K * NB;
@@ -88,110 +139,60 @@ static void linear(const float* x, const typename W::T* w, float* y, int M, int 
   }
 }
 
-// exp(x) for x <= 0 to about 1 ulp; 0 below -87
-static inline v8 exp8(v8 x) {
-  i8 small = x < -87.0f;
-  x = small ? v8{} : x;
-  v8 n = x * 1.44269504f + 12582912.0f;  // round to nearest integer by the magic number 1.5 * 2^23
-  i8 bits = ((i8)n - 0x4b400000) << 23;
-  n -= 12582912.0f;
-  v8 r = x - n * 0.693359375f + n * 2.12194440e-4f;
-  v8 p = 1.9875691500e-4f - v8{};
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = p * r + c;
-  p = p * r * r + r + 1.0f;
-  return small ? v8{} : (v8)((i8)p + bits);
-}
-static inline float sum8(v8 a) {
-  return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]));
-}
-
-static inline v8 get8(const float* p) { return load<v8>(p); }
-static inline v8 get8(const uint16_t* p) {
-  typedef uint16_t h8 __attribute__((vector_size(16)));
-  typedef uint32_t u8 __attribute__((vector_size(32)));
-  return (v8)(__builtin_convertvector(load<h8>(p), u8) << 16);
-}
-
-// R query rows that share a KV head: q[r] [E], keys and values [S, E], row r sees keys 0..pos[r]
-template <class T, int R>
-static void attend_rows(const float* const* q, const T* k, const T* v, float* const* out, const int64_t* pos, int E,
-                        int window, float scale) {
-  int64_t last = 0;
-  for (int r = 0; r < R; r++) last = pos[r] > last ? pos[r] : last;
-  int64_t width = (last + 8) & ~7;
-  static thread_local std::vector<float> buffer;
-  buffer.resize(width * R);
-  float* p = buffer.data();
-  for (int64_t j = 0; j <= last; j++) {
-    v8 a[R];
-    for (int r = 0; r < R; r++) a[r] = v8{};
-    for (int e = 0; e < E; e += 8) {
-      v8 key = get8(k + j * E + e);
-      for (int r = 0; r < R; r++) a[r] += get8(q[r] + e) * key;
-    }
-    for (int r = 0; r < R; r++) p[r * width + j] = sum8(a[r]) * scale;
+// s[0..width): scores of one row; what lies outside its keys becomes 0 in the softmax. -> 1 / sum
+template <class W>
+static float softmax(float* s, int64_t width, int64_t pos, int window, float scale) {
+  int64_t begin = window > 0 && pos >= window ? pos - window + 1 : 0;  // sliding window, 0 = none
+  for (int64_t j = 0; j < width; j += NB)
+    if (j < begin || j + NB > pos + 1)
+      for (int i = 0; i < NB; i++)
+        if (j + column<W>(i) < begin || j + column<W>(i) > pos) s[j + i] = -INFINITY;
+  v8 top = get8(s), sum = v8{};
+  for (int64_t j = 8; j < width; j += 8) { v8 x = get8(s + j); top = x > top ? x : top; }
+  float m = top[0];
+  for (int i = 1; i < 8; i++) m = top[i] > m ? top[i] : m;
+  for (int64_t j = 0; j < width; j += 8) {
+    v8 x = exp8((get8(s + j) - m) * scale);
+    memcpy(s + j, &x, sizeof x);
+    sum += x;
   }
-  float inverse[R];
-  for (int r = 0; r < R; r++) {
-    float* s = p + r * width;
-    int64_t begin = window > 0 && pos[r] >= window ? pos[r] - window + 1 : 0;  // sliding window, 0 = none
-    for (int64_t j = 0; j < begin; j++) s[j] = -1e30f;
-    for (int64_t j = pos[r] + 1; j < width; j++) s[j] = -1e30f;
-    v8 top = get8(s), sum = v8{};
-    for (int64_t j = 8; j < width; j += 8) { v8 x = get8(s + j); top = x > top ? x : top; }
-    float m = top[0];
-    for (int i = 1; i < 8; i++) m = top[i] > m ? top[i] : m;
-    for (int64_t j = 0; j < width; j += 8) {
-      v8 x = exp8(get8(s + j) - m);
-      memcpy(s + j, &x, sizeof x);
-      sum += x;
-    }
-    inverse[r] = 1.0f / sum8(sum);
-  }
-  for (int e = 0; e < E; e += 16) {
-    v8 a[R][2];
-    for (int r = 0; r < R; r++) a[r][0] = a[r][1] = v8{};
-    for (int64_t j = 0; j <= last; j++) {
-      v8 v0 = get8(v + j * E + e), v1 = get8(v + j * E + e + 8);
-      for (int r = 0; r < R; r++) {
-        v8 b = p[r * width + j] - v8{};
-        a[r][0] += b * v0;
-        a[r][1] += b * v1;
-      }
-    }
-    for (int r = 0; r < R; r++) {
-      a[r][0] *= inverse[r];
-      a[r][1] *= inverse[r];
-      memcpy(out[r] + e, a[r], 64);
-    }
-  }
+  float total = 0;
+  for (int i = 0; i < 8; i++) total += sum[i];
+  return 1.0f / total;
 }
 
-template <class T, int R = 6>
-static void attend_some(int rows, const float* const* q, const T* k, const T* v, float* const* out,
-                        const int64_t* pos, int E, int window, float scale) {
-  if (rows == R) return attend_rows<T, R>(q, k, v, out, pos, E, window, scale);
-  if constexpr (R > 1) attend_some<T, R - 1>(rows, q, k, v, out, pos, E, window, scale);
-}
-
-// q, out [N, T, H, E]; k, v [B, G, S, E]; pos [N, T], -1 for a padding row (output 0); slot [N]
-template <class KV>
-static void attend(const float* q, const KV* k, const KV* v, float* out, const int64_t* pos, const int64_t* slot,
-                   int N, int T, int H, int G, int S, int E, int window, float scale) {
-  int P = H / G, blocks = (T * P + 5) / 6;
+// q, out [N, T, H, E]; k [B, G, S / NB, E, NB]; v [B, G, E / NB, S, NB]; pos [N, T], -1: a padding row (output 0);
+// slot [N]. Scores and weighted sums are the same tiles as the linear layer's.
+template <class W>
+static void attend(const float* q, const typename W::T* k, const typename W::T* v, float* out, const int64_t* pos,
+                   const int64_t* slot, int N, int T, int H, int G, int S, int E, int window, float scale) {
+  int P = H / G, blocks = (T * P + MAX_ROWS - 1) / MAX_ROWS;
 #pragma omp parallel for schedule(dynamic)
   for (int task = 0; task < N * G * blocks; task++) {
-    int b = task % blocks, g = task / blocks % G, n = task / blocks / G, rows = 0;
-    const float* qs[6];
-    float* outs[6];
-    int64_t at[6];
-    for (int r = b * 6; r < b * 6 + 6 && r < T * P; r++) {
+    int b = task % blocks, g = task / blocks % G, n = task / blocks / G, R = 0;
+    float* outs[MAX_ROWS];
+    int64_t at[MAX_ROWS], last = 0;
+    static thread_local std::vector<float> rows, scores;
+    rows.resize(MAX_ROWS * E);
+    for (int r = b * MAX_ROWS; r < (b + 1) * MAX_ROWS && r < T * P; r++) {
       int64_t p = pos[n * T + r / P], offset = (((int64_t)n * T + r / P) * H + g * P + r % P) * E;
       if (p < 0) { memset(out + offset, 0, E * 4); continue; }
-      qs[rows] = q + offset; outs[rows] = out + offset; at[rows++] = p;
+      memcpy(&rows[R * E], q + offset, E * 4);
+      last = p > last ? p : last;
+      outs[R] = out + offset;
+      at[R++] = p;
     }
-    int64_t head = (slot[n] * G + g) * (int64_t)S * E;
-    if (rows) attend_some<KV>(rows, qs, k + head, v + head, outs, at, E, window, scale);
+    if (!R) continue;
+    int64_t width = (last / NB + 1) * NB, head = (slot[n] * G + g) * (int64_t)S * E;
+    scores.resize(R * width);
+    float inverse[MAX_ROWS], y[MAX_ROWS * NB];
+    for (int64_t j = 0; j < width; j += NB) tiles<W>(R, rows.data(), k + head + j * E, &scores[j], E, width);
+    for (int r = 0; r < R; r++) inverse[r] = softmax<W>(&scores[r * width], width, at[r], window, scale);
+    for (int e = 0; e < E; e += NB) {
+      tiles<W, true>(R, scores.data(), v + head + (int64_t)e * S, y, width, NB);
+      for (int r = 0; r < R; r++)
+        for (int i = 0; i < NB; i++) outs[r][e + column<W>(i)] = y[r * NB + i] * inverse[r];
+    }
   }
 }
 
@@ -200,14 +201,19 @@ int columns_per_block() { return NB; }
 // End the calling thread's OpenMP workers. With more workers alive than cores, libgomp stops spinning at barriers and
 // every parallel region pays for waking a sleeper: 61 ms a step instead of 30, measured on 2 cores.
 void release_threads() { omp_pause_resource_all(omp_pause_soft); }
-void linear_f32(const float* x, const float* w, float* y, int M, int K, int N) { linear<F32>(x, w, y, M, K, N); }
-void linear_bf16(const float* x, const uint16_t* w, float* y, int M, int K, int N) { linear<BF16>(x, w, y, M, K, N); }
+void linear_f32(const float* x, const float* w, float* y, int M, int K, int N, const float* norm, float eps, int swiglu) {
+  linear<F32>(x, w, y, M, K, N, norm, eps, swiglu);
+}
+void linear_bf16(const float* x, const uint16_t* w, float* y, int M, int K, int N, const float* norm, float eps,
+                 int swiglu) {
+  linear<BF16>(x, w, y, M, K, N, norm, eps, swiglu);
+}
 void attend_f32(const float* q, const float* k, const float* v, float* out, const int64_t* pos, const int64_t* slot,
                 int N, int T, int H, int G, int S, int E, int window, float scale) {
-  attend(q, k, v, out, pos, slot, N, T, H, G, S, E, window, scale);
+  attend<F32>(q, k, v, out, pos, slot, N, T, H, G, S, E, window, scale);
 }
 void attend_bf16(const float* q, const uint16_t* k, const uint16_t* v, float* out, const int64_t* pos,
                  const int64_t* slot, int N, int T, int H, int G, int S, int E, int window, float scale) {
-  attend(q, k, v, out, pos, slot, N, T, H, G, S, E, window, scale);
+  attend<BF16>(q, k, v, out, pos, slot, N, T, H, G, S, E, window, scale);
 }
 }

@@ -53,15 +53,15 @@ def library(cache_dir: Path) -> ctypes.CDLL | None:
 
 
 _ops = torch.library.Library("ngram_spec", "DEF")
-_ops.define("linear(Tensor x, Tensor packed, int n) -> Tensor")
+_ops.define("linear(Tensor x, Tensor packed, int n, Tensor? norm, float eps, bool swiglu) -> Tensor")
 _ops.define("attend(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor slots, int window, float scale) -> Tensor")
 _c: dict = {}  # C functions by name, filled by install()
 
 
-def _linear(x: Tensor, packed: Tensor, n: int) -> Tensor:
+def _linear(x: Tensor, packed: Tensor, n: int, norm: Tensor | None, eps: float, swiglu: bool) -> Tensor:
     y = torch.empty((*x.shape[:-1], n), dtype=torch.float32)
-    k = x.shape[-1]
-    _c[packed.dtype](x.data_ptr(), packed.data_ptr(), y.data_ptr(), x.numel() // k, k, n)
+    k, weight = packed.shape[1], None if norm is None else norm.data_ptr()
+    _c[packed.dtype](x.data_ptr(), packed.data_ptr(), y.data_ptr(), y.numel() // n, k, n, weight, eps, swiglu)
     return y
 
 
@@ -70,14 +70,14 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, w
     N, T, H, E = q.shape
     _c["attend", k.dtype](
         q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), positions.data_ptr(), slots.data_ptr(),
-        N, T, H, k.shape[1], k.shape[2], E, window, scale,
+        N, T, H, k.shape[1], v.shape[2], E, window, scale,
     )
     return out
 
 
 _ops.impl("linear", _linear, "CPU")
 _ops.impl("attend", _attend, "CPU")
-torch.library.register_fake("ngram_spec::linear", lambda x, w, n: x.new_empty((*x.shape[:-1], n)), lib=_ops)
+torch.library.register_fake("ngram_spec::linear", lambda x, w, n, *rest: x.new_empty((*x.shape[:-1], n)), lib=_ops)
 torch.library.register_fake("ngram_spec::attend", lambda q, *rest: torch.empty_like(q), lib=_ops)
 
 
@@ -91,16 +91,21 @@ def pack(weight: Tensor, block: int) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """y = x W^T (+ b) in float32 from packed weights [N / block, K, block]."""
+    """y = f(x) W^T (+ b) in float32 from packed weights [N / block, K, block]; f: identity, RMSNorm or SwiGLU.
 
-    def __init__(self, linear: nn.Module, block: int):
+    Norm and SwiGLU run inside the kernel, so that their bits, too, are the same eager or compiled, for any row count.
+    """
+
+    def __init__(self, linear: nn.Module, block: int, norm: nn.Module | None = None, swiglu: bool = False):
         super().__init__()
-        self.n, bias = linear.weight.shape[0], getattr(linear, "bias", None)
+        self.n, self.swiglu, self.eps = linear.weight.shape[0], swiglu, norm.eps if norm else 0.0
+        bias = getattr(linear, "bias", None)
         self.register_buffer("packed", pack(linear.weight.data, block))
+        self.register_buffer("norm", norm.weight.data.float() if norm else None)
         self.register_buffer("bias", None if bias is None else bias.data.float())
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., K] float32 -> [..., N] float32
-        y = torch.ops.ngram_spec.linear(x.contiguous(), self.packed, self.n)
+    def forward(self, x: Tensor) -> Tensor:  # [..., K] float32 ([..., 2 K] with SwiGLU) -> [..., N] float32
+        y = torch.ops.ngram_spec.linear(x.contiguous(), self.packed, self.n, self.norm, self.eps, self.swiglu)
         return y if self.bias is None else y + self.bias
 
 
@@ -119,7 +124,7 @@ class PackedEmbedding(nn.Module):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, window: int, scale: float) -> Tensor:
-    """q [N, T, H, E] float32, k and v [B, G, S, E], positions [N, T] and slots [N] int64 -> [N, T, H, E] float32."""
+    """model.attend over a paged KVCache: q [N, T, H, E] float32, positions [N, T], slots [N] -> [N, T, H, E] float32."""
     return torch.ops.ngram_spec.attend(q.contiguous(), k, v, positions, slots, window, scale)
 
 
@@ -132,28 +137,38 @@ def release_threads() -> None:
 def install(model: nn.Module, cache_dir: Path) -> bool:
     """Replace a CPU model's linear layers and attention by the packed kernels, one layer at a time.
 
-    Returns whether it was done: not without a compiler, nor for shapes the kernels do not serve (head_dim a multiple
-    of 16, output sizes a multiple of 32, bfloat16 or float32), where torch's own operations stay.
+    Returns whether it was done: not without a compiler, nor for shapes the kernels do not serve (all sizes multiples of
+    32, bfloat16 or float32), where torch's own operations stay.
     """
-    linears = [(m, name, x) for m in model.modules() for name, x in m.named_children() if hasattr(x, "in_features")]
-    sizes = [x.weight.shape[0] for _, _, x in linears]
-    if model.args.head_dim % 16 or any(n % 32 for n in sizes) or linears[0][2].weight.dtype not in SUFFIX:
+    linears = [x for x in model.modules() if isinstance(x, nn.Linear)]
+    sizes = [n for x in linears for n in x.weight.shape] + [model.args.head_dim]
+    if any(n % 32 for n in sizes) or linears[0].weight.dtype not in SUFFIX:
         return False
     if (lib := library(cache_dir)) is None:
         return False
-    p, i = ctypes.c_void_p, ctypes.c_int
+    p, i, f = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
     for dtype, suffix in SUFFIX.items():
         _c[dtype], _c["attend", dtype] = lib["linear_" + suffix], lib["attend_" + suffix]
-        _c[dtype].argtypes, _c["attend", dtype].argtypes = [p] * 3 + [i] * 3, [p] * 6 + [i] * 7 + [ctypes.c_float]
+        _c[dtype].argtypes, _c["attend", dtype].argtypes = [p] * 3 + [i] * 3 + [p, f, i], [p] * 6 + [i] * 7 + [f]
         _c[dtype].restype = _c["attend", dtype].restype = None
     _c["release_threads"] = lib.release_threads
     block = lib.columns_per_block()
-    for parent, name, linear in linears:
-        setattr(parent, name, PackedLinear(linear, block))
+
+    def replace(parent: nn.Module, name: str, norm: nn.Module | None = None, swiglu: bool = False) -> None:
+        linear = getattr(parent, name)
+        setattr(parent, name, PackedLinear(linear, block, norm, swiglu))
         linear.weight = None  # the unpacked weight goes before the next layer is packed
+
+    for layer in model.layers:
+        replace(layer.attention, "wqkv", layer.attention_norm)
+        replace(layer.attention, "wo")
+        replace(layer.feed_forward, "w13", layer.ffn_norm)
+        replace(layer.feed_forward, "w2", swiglu=True)
+        layer.attention_norm = layer.ffn_norm = layer.feed_forward.activation = nn.Identity()
+        layer.attention.attend = attend
+    replace(model, "output", model.norm)
+    model.norm = nn.Identity()
     if model.args.tie_embeddings:
         model.tok_embeddings = PackedEmbedding(model.output)
-    for layer in model.layers:
-        layer.attention.attend = attend
-    model.activation_dtype = torch.float32
+    model.activation_dtype, model.kv_layout = torch.float32, (block, block)
     return True

@@ -69,9 +69,10 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, window: int, scale: float) -> Tensor:
     """Row (n, t) attends to the keys 0..positions[n, t] of slot slots[n].
 
-    q [N, T, H, E]; k, v [B, G, S, E]; positions [N, T], -1 for a padding row; slots [N] -> [N, T, H, E]. The query
+    q [N, T, H, E]; k [B, G, S, 1, E], v [B, G, S, 1, E] (KVCache); positions [N, T], -1 for a padding row; slots [N] -> [N, T, H, E]. The query
     heads of a group are folded into rows, so that keys and values are never expanded.
     """
+    k, v = k.flatten(2, 3), v.flatten(3)  # [B, G, S, E]
     (N, T, H, E), (B, G, S, _) = q.shape, k.shape
     if N != B:
         k, v = k[slots], v[slots]
@@ -92,27 +93,34 @@ class Attention(nn.Module):
         self.wo = nn.Linear(args.n_head * args.head_dim, args.dim, bias=False)
         self.attend = attend  # kernels.py puts its own here
 
-    def forward(self, x: Tensor, cache: tuple[Tensor, Tensor], rope: Tensor, where: tuple) -> Tensor:
-        args, (k_cache, v_cache), (positions, slots) = self.args, cache, where
+    def forward(self, x: Tensor, *where: Tensor) -> Tensor:
+        args, (k_cache, v_cache, rope, positions, slots) = self.args, where
         heads = [args.n_head, args.n_kv_head, args.n_kv_head]
         q, k, v = self.wqkv(x).unflatten(-1, (-1, args.head_dim)).split(heads, dim=2)  # [N, T, heads, E]
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         # Position -1 (padding, frozen slots) wraps around to the last row of the cache, which nobody reads.
-        k_cache[slots[:, None], :, positions] = k.to(k_cache.dtype)
-        v_cache[slots[:, None], :, positions] = v.to(v_cache.dtype)
+        page, chunk = k_cache.shape[3], v_cache.shape[4]
+        k_cache[slots[:, None], :, positions // page, positions % page] = k.to(k_cache.dtype)
+        v_cache[slots[:, None], :, positions] = v.unflatten(-1, (-1, chunk)).to(v_cache.dtype)
         out = self.attend(q, k_cache, v_cache, positions, slots, 0, args.head_dim**-0.5)
         return self.wo(out.flatten(2).to(x.dtype))
+
+
+class SwiGLU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:  # [gate, up]: [..., 2 I] -> [..., I]
+        gate, up = x.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
 
 class FeedForward(nn.Module):
     def __init__(self, args: ModelArgs):
         super().__init__()
+        self.activation = SwiGLU()
         self.w13 = nn.Linear(args.dim, 2 * args.intermediate_size, bias=False)  # gate and up in one
         self.w2 = nn.Linear(args.intermediate_size, args.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.w13(x).chunk(2, dim=-1)
-        return self.w2(F.silu(gate) * up)
+        return self.w2(self.activation(self.w13(x)))
 
 
 class TransformerBlock(nn.Module):
@@ -123,18 +131,29 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(args.dim, args.norm_eps)
 
     @torch.compiler.nested_compile_region  # compiled once for all layers, not unrolled
-    def forward(self, x: Tensor, cache: tuple[Tensor, Tensor], rope: Tensor, where: tuple) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), cache, rope, where)
+    def forward(self, x: Tensor, *where: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), *where)
         return x + self.feed_forward(self.ffn_norm(x))
 
 
 class KVCache:
-    """Static keys and values: per layer two tensors [B, G, S, E], zeroed once, never reallocated."""
+    """Static keys and values of B slots, zeroed once, never reallocated. Per layer a pair of tensors, seen as
 
-    def __init__(self, args: ModelArgs, batch_size: int, size: int, dtype: torch.dtype, device="cpu"):
-        shape = (batch_size, args.n_kv_head, size, args.head_dim)
+    keys [B, G, S / page, page, E], in memory [B, G, S / page, E, page]; values [B, G, S, E / chunk, chunk], in memory
+    [B, G, E / chunk, S, chunk]. With page 1 and chunk E (model.kv_layout None) both are plain [B, G, S, E]; the CPU
+    kernels want pages and chunks as wide as their vectors, so that both products of attention read along memory.
+    """
+
+    def __init__(self, model: "Transformer", batch_size: int, size: int, dtype: torch.dtype, device="cpu"):
+        args = model.args
+        page, chunk = model.kv_layout or (1, args.head_dim)
+        self.page, self.size = page, -(-size // page) * page
+        B, G, E, S = batch_size, args.n_kv_head, args.head_dim, self.size
         self.layers = [
-            (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            (
+                torch.zeros(B, G, S // page, E, page, dtype=dtype, device=device).transpose(3, 4),
+                torch.zeros(B, G, E // chunk, S, chunk, dtype=dtype, device=device).transpose(2, 3),
+            )
             for _ in range(args.n_layer)
         ]
 
@@ -151,7 +170,8 @@ class Transformer(nn.Module):
         self.output = nn.Linear(args.dim, args.vocab_size, bias=False)
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
-        self.activation_dtype = None  # None: that of the weights
+        self.activation_dtype: torch.dtype | None = None  # None: that of the weights
+        self.kv_layout: tuple[int, int] | None = None  # (page, chunk) of KVCache
 
     def forward(
         self, tokens: Tensor, positions: Tensor, slots: Tensor, rope: Tensor, cache: KVCache, last_layer: bool = True
@@ -166,7 +186,7 @@ class Transformer(nn.Module):
         x = x.to(self.activation_dtype or x.dtype)
         rope = rope[positions][:, :, None]  # [N, T, 1, E]
         for layer, kv in zip(self.layers, cache.layers):
-            x = layer(x, kv, rope, (positions, slots))
+            x = layer(x, *kv, rope, positions, slots)
         return self.output(self.norm(x)).float() if last_layer else None
 
 
