@@ -174,12 +174,12 @@ class Transformer(nn.Module):
         self.kv_layout: tuple[int, int] | None = None  # (page, chunk) of KVCache
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, rope: Tensor, cache: KVCache, last_layer: bool = True
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, rope: Tensor, cache: KVCache, want_logits: bool = True
     ) -> Tensor:
         """Write the rows' keys and values into the cache and return their logits.
 
         tokens, positions [N, T] int64 (position -1: a padding row, logits meaningless); slots [N] int64: the cache row
-        of each group; rope [S, E] float32 from rope_table; -> logits [N, T, V] float32, or None without `last_layer`
+        of each group; rope [S, E] float32 from rope_table; -> logits [N, T, V] float32, or None without `want_logits`
         (prefill fills the cache and needs none).
         """
         x = self.tok_embeddings(tokens)  # [N, T, D]
@@ -187,7 +187,7 @@ class Transformer(nn.Module):
         rope = rope[positions][:, :, None]  # [N, T, 1, E]
         for layer, kv in zip(self.layers, cache.layers):
             x = layer(x, *kv, rope, positions, slots)
-        return self.output(self.norm(x)).float() if last_layer else None
+        return self.output(self.norm(x)).float() if want_logits else None
 
 
 def rope_table(args: ModelArgs, size: int, device="cpu") -> Tensor:

@@ -194,7 +194,7 @@ def prefill_chunk(model, s: Slots, chunk: int, slot: Tensor, start: Tensor, end:
     """Compute the KV rows start..start + chunk - 1 of a slot's tokens, none from `end` on. slot, start, end [1]."""
     positions = start[:, None] + torch.arange(chunk, device=start.device)  # [1, chunk]
     tokens = s.tokens[slot].gather(1, positions.clamp(max=s.size - 1))
-    model(tokens, torch.where(positions < end[:, None], positions, -1), slot, s.rope, s.cache, last_layer=False)
+    model(tokens, torch.where(positions < end[:, None], positions, -1), slot, s.rope, s.cache, want_logits=False)
 
 
 def compile_step(function: Callable) -> Callable:

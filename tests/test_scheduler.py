@@ -231,14 +231,15 @@ def test_cancel_and_retry_with_a_shared_prefix_leaves_others_alone(model):
 
 
 @pytest.mark.parametrize("cap, reason, n", [(5, "stop", 3), (2, "length", 2), (3, "stop", 3)])
-def test_the_earlier_of_stop_and_limit_inside_an_accepted_run_wins(model, cap, reason, n):
+def test_the_earlier_of_stop_and_limit_inside_an_accepted_run_wins(model, cap, reason, n, monkeypatch):
     """SGLang 31599: the cap was checked before the stop: wrong reason, tokens after the stop leaked."""
-    run = reference(model, [7] * 30, SamplingParams(max_new_tokens=6), [])[0]
-    if run[2] in run[:2]:
-        pytest.skip("the tiny model repeats here")
-    scheduler = simple(model, max_batch_size=1)
-    r = scheduler.add(Request([7] * 30, SamplingParams(max_new_tokens=cap, stop_token_ids=(run[2],))))
+    runs = (([t] * 3, reference(model, [t] * 3, SamplingParams(max_new_tokens=6), [])[0]) for t in range(64))
+    prompt, run = next((p, out) for p, out in runs if len(set(out[:3])) == 3)
+    monkeypatch.setattr("scheduler.propose", lambda tokens, length, k, *_: torch.tensor([run[:k]]))  # all right
+    scheduler = simple(model, k=5, max_batch_size=1)
+    r = scheduler.add(Request(prompt, SamplingParams(max_new_tokens=cap, stop_token_ids=(run[2],))))
     scheduler.run()
+    assert r.stats.num_steps == 1
     assert (r.token_ids, r.finish_reason) == (run[:n], reason)
 
 
@@ -294,7 +295,7 @@ def test_on_tokens_may_end_a_request_and_nothing_follows(model):
 
 def test_an_exception_inside_a_step_reaches_the_caller_and_nothing_hangs(model, monkeypatch):
     scheduler = simple(model)
-    scheduler.add(Request([1, 2, 3]))
+    scheduler.add(Request([1, 2, 3], SamplingParams(max_new_tokens=9)))
 
     def fail(*args):
         raise RuntimeError("boom")
