@@ -44,9 +44,9 @@ struct F32 {
 template <class W> static inline int column(int i) { return i; }
 template <> inline int column<BF16>(int i) { return i < VL ? 2 * i : 2 * (i - VL) + 1; }
 
-// y[r, 0..NB) = sum over k of x[r, k] w[k, 0..NB). With ORDER, x comes from an unpacked block: in the order of `get`.
+// y[at[r], 0..NB) = sum over k of x[r, k] w[k, 0..NB). With ORDER, x comes from an unpacked block: in the order of `get`.
 template <class W, int R, bool ORDER>
-static void tile(const float* x, const typename W::T* w, float* y, int K, int N) {
+static void tile(const float* x, const typename W::T* w, float* y, const int* at, int K, int N) {
   vf a[R][2];
   for (int r = 0; r < R; r++) a[r][0] = a[r][1] = vf{};
   for (int k = 0; k < K; k++) {
@@ -60,13 +60,13 @@ static void tile(const float* x, const typename W::T* w, float* y, int K, int N)
       a[r][1] += b * w1;
     }
   }
-  for (int r = 0; r < R; r++) memcpy(y + (int64_t)r * N, a[r], NB * 4);
+  for (int r = 0; r < R; r++) memcpy(y + (int64_t)at[r] * N, a[r], NB * 4);
 }
 
 template <class W, bool ORDER = false, int R = MAX_ROWS>
-static void tiles(int rows, const float* x, const typename W::T* w, float* y, int K, int N) {
-  if (rows == R) return tile<W, R, ORDER>(x, w, y, K, N);
-  if constexpr (R > 1) tiles<W, ORDER, R - 1>(rows, x, w, y, K, N);
+static void tiles(int rows, const float* x, const typename W::T* w, float* y, const int* at, int K, int N) {
+  if (rows == R) return tile<W, R, ORDER>(x, w, y, at, K, N);
+  if constexpr (R > 1) tiles<W, ORDER, R - 1>(rows, x, w, y, at, K, N);
 }
 
 // exp(x) for x <= 87 to about 1 ulp; 0 below -87
@@ -102,23 +102,39 @@ static void prologue(const float* x, float* out, int K, const float* norm, float
   }
 }
 
+// Rows of the step that this thread runs: those whose position is not -1. The others cost nothing and come out as 0.
+static thread_local std::vector<int> live;
+static thread_local int step_rows = -1;
+
 // y [M, N] = prologue(x) w^T
 template <class W>
 static void linear(const float* x, const typename W::T* w, float* y, int M, int K, int N, const float* norm, float eps,
                    bool swiglu) {
-  static thread_local std::vector<float> ready;
-  if (norm || swiglu) {
-    ready.resize((size_t)M * K);
-    float* out = ready.data();
-#pragma omp parallel for if (M > 16)
-    for (int m = 0; m < M; m++) prologue(x + (int64_t)m * K * (1 + swiglu), out + (int64_t)m * K, K, norm, eps);
-    x = out;
+  static thread_local std::vector<float> ready_rows;
+  static thread_local std::vector<int> all;
+  if (M != step_rows) {
+    all.resize(M);
+    for (int m = 0; m < M; m++) all[m] = m;
+  }
+  const int* at = M == step_rows ? live.data() : all.data();
+  int rows = M == step_rows ? live.size() : M, columns = K * (1 + swiglu);
+  ready_rows.resize((size_t)rows * K);
+  float* ready = ready_rows.data();
+  for (int m = 0, r = 0; m < M; m++) {
+    if (r < rows && at[r] == m) r++;
+    else memset(y + (int64_t)m * N, 0, N * 4);
+  }
+#pragma omp parallel for if (rows > 16)
+  for (int r = 0; r < rows; r++) {
+    const float* row = x + (int64_t)at[r] * columns;
+    if (norm || swiglu) prologue(row, ready + (int64_t)r * K, K, norm, eps);
+    else memcpy(ready + (int64_t)r * K, row, K * 4);
   }
 #pragma omp parallel for schedule(static)
   for (int n = 0; n < N / NB; n++) {
     const typename W::T* wn = w + (int64_t)n * K * NB;
     static thread_local std::vector<float> wide;  // many rows: convert a block once, then reuse it
-    bool widen = M >= 4 * MAX_ROWS;
+    bool widen = rows >= 4 * MAX_ROWS;
     if (widen) {
       wide.resize((size_t)K * NB + NB * 32);
       for (int k = 0; k < K; k++) {
@@ -128,13 +144,11 @@ static void linear(const float* x, const typename W::T* w, float* y, int M, int 
         memcpy(&wide[k * NB + VL], &w1, sizeof w1);
       }
     }
-    for (int m = 0; m < M;) {
-      int left = (M - m + MAX_ROWS - 1) / MAX_ROWS, rows = (M - m + left - 1) / left;  // even tiles: 8 = 4 + 4
-      const float* xm = x + (int64_t)m * K;
-      float* ym = y + (int64_t)m * N + n * NB;
-      if (widen) tiles<F32>(rows, xm, wide.data(), ym, K, N);
-      else tiles<W>(rows, xm, wn, ym, K, N);
-      m += rows;
+    for (int r = 0; r < rows;) {  // even tiles: 8 = 4 + 4
+      int left = (rows - r + MAX_ROWS - 1) / MAX_ROWS, R = (rows - r + left - 1) / left;
+      if (widen) tiles<F32>(R, ready + (int64_t)r * K, wide.data(), y + n * NB, at + r, K, N);
+      else tiles<W>(R, ready + (int64_t)r * K, wn, y + n * NB, at + r, K, N);
+      r += R;
     }
   }
 }
@@ -186,10 +200,12 @@ static void attend(const float* q, const typename W::T* k, const typename W::T* 
     int64_t width = (last / NB + 1) * NB, head = (slot[n] * G + g) * (int64_t)S * E;
     scores.resize(R * width);
     float inverse[MAX_ROWS], y[MAX_ROWS * NB];
-    for (int64_t j = 0; j < width; j += NB) tiles<W>(R, rows.data(), k + head + j * E, &scores[j], E, width);
+    int order[MAX_ROWS];
+    for (int r = 0; r < R; r++) order[r] = r;
+    for (int64_t j = 0; j < width; j += NB) tiles<W>(R, rows.data(), k + head + j * E, &scores[j], order, E, width);
     for (int r = 0; r < R; r++) inverse[r] = softmax<W>(&scores[r * width], width, at[r], window, scale);
     for (int e = 0; e < E; e += NB) {
-      tiles<W, true>(R, scores.data(), v + head + (int64_t)e * S, y, width, NB);
+      tiles<W, true>(R, scores.data(), v + head + (int64_t)e * S, y, order, width, NB);
       for (int r = 0; r < R; r++)
         for (int i = 0; i < NB; i++) outs[r][e + column<W>(i)] = y[r * NB + i] * inverse[r];
     }
@@ -198,6 +214,13 @@ static void attend(const float* q, const typename W::T* k, const typename W::T* 
 
 extern "C" {
 int columns_per_block() { return NB; }
+// Say which of M rows the linear layers run that this thread calls with M rows from now on.
+void begin_step(const int64_t* positions, int M) {
+  live.clear();
+  for (int m = 0; m < M; m++)
+    if (positions[m] >= 0) live.push_back(m);
+  step_rows = M;
+}
 // End the calling thread's OpenMP workers. With more workers alive than cores, libgomp stops spinning at barriers and
 // every parallel region pays for waking a sleeper: 61 ms a step instead of 30, measured on 2 cores.
 void release_threads() { omp_pause_resource_all(omp_pause_soft); }

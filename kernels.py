@@ -55,6 +55,7 @@ def library(cache_dir: Path) -> ctypes.CDLL | None:
 _ops = torch.library.Library("ngram_spec", "DEF")
 _ops.define("linear(Tensor x, Tensor packed, int n, Tensor? norm, float eps, bool swiglu) -> Tensor")
 _ops.define("attend(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor slots, int window, float scale) -> Tensor")
+_ops.define("begin_step(Tensor tokens, Tensor positions) -> Tensor")
 _c: dict = {}  # C functions by name, filled by install()
 
 
@@ -75,8 +76,15 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, w
     return out
 
 
+def _begin_step(tokens: Tensor, positions: Tensor) -> Tensor:
+    _c["begin_step"](positions.data_ptr(), positions.numel())
+    return tokens.clone()
+
+
+_ops.impl("begin_step", _begin_step, "CPU")
 _ops.impl("linear", _linear, "CPU")
 _ops.impl("attend", _attend, "CPU")
+torch.library.register_fake("ngram_spec::begin_step", lambda t, p: torch.empty_like(t), lib=_ops)
 torch.library.register_fake("ngram_spec::linear", lambda x, w, n, *rest: x.new_empty((*x.shape[:-1], n)), lib=_ops)
 torch.library.register_fake("ngram_spec::attend", lambda q, *rest: torch.empty_like(q), lib=_ops)
 
@@ -123,6 +131,14 @@ class PackedEmbedding(nn.Module):
         return packed[tokens // packed.shape[2], :, j].float()
 
 
+def begin_step(tokens: Tensor, positions: Tensor) -> Tensor:
+    """Let the linear layers skip the rows of position -1 (their outputs are 0) in the step that embeds the result.
+
+    tokens, positions [N, T] int64 -> tokens. All of the step depends on the result, so nothing can run before.
+    """
+    return torch.ops.ngram_spec.begin_step(tokens, positions.contiguous())
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, window: int, scale: float) -> Tensor:
     """model.attend over a paged KVCache: q [N, T, H, E] float32, positions [N, T], slots [N] -> [N, T, H, E] float32."""
     return torch.ops.ngram_spec.attend(q.contiguous(), k, v, positions, slots, window, scale)
@@ -151,7 +167,8 @@ def install(model: nn.Module, cache_dir: Path) -> bool:
         _c[dtype], _c["attend", dtype] = lib["linear_" + suffix], lib["attend_" + suffix]
         _c[dtype].argtypes, _c["attend", dtype].argtypes = [p] * 3 + [i] * 3 + [p, f, i], [p] * 6 + [i] * 7 + [f]
         _c[dtype].restype = _c["attend", dtype].restype = None
-    _c["release_threads"] = lib.release_threads
+    _c["release_threads"], _c["begin_step"] = lib.release_threads, lib.begin_step
+    lib.begin_step.argtypes = [p, i]
     block = lib.columns_per_block()
 
     def replace(parent: nn.Module, name: str, norm: nn.Module | None = None, swiglu: bool = False) -> None:
@@ -170,5 +187,6 @@ def install(model: nn.Module, cache_dir: Path) -> bool:
     model.norm = nn.Identity()
     if model.args.tie_embeddings:
         model.tok_embeddings = PackedEmbedding(model.output)
+    model.begin_step = begin_step
     model.activation_dtype, model.kv_layout = torch.float32, (block, block)
     return True

@@ -171,6 +171,7 @@ class Transformer(nn.Module):
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.activation_dtype: torch.dtype | None = None  # None: that of the weights
+        self.begin_step = lambda tokens, positions: tokens  # kernels.py: skip rows of position -1
         self.kv_layout: tuple[int, int] | None = None  # (page, chunk) of KVCache
 
     def forward(
@@ -182,7 +183,7 @@ class Transformer(nn.Module):
         of each group; rope [S, E] float32 from rope_table; -> logits [N, T, V] float32, or None without `want_logits`
         (prefill fills the cache and needs none).
         """
-        x = self.tok_embeddings(tokens)  # [N, T, D]
+        x = self.tok_embeddings(self.begin_step(tokens, positions))  # [N, T, D]
         x = x.to(self.activation_dtype or x.dtype)
         rope = rope[positions][:, :, None]  # [N, T, 1, E]
         for layer, kv in zip(self.layers, cache.layers):

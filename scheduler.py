@@ -9,6 +9,7 @@ import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import FunctionType
 from typing import Callable
 
@@ -147,10 +148,10 @@ class Slots:
             x.copy_(y)
 
 
-def decode_step(model, s: Slots, k: int, ngrams: tuple[int, int] | None, sampling: bool, masking: bool) -> Tensor:
+def decode_step(model, s: Slots, k: int, ngrams: tuple[int, int, int] | None, sampling: bool, masking: bool) -> Tensor:
     """One step of all slots: propose, run 1 + k rows each, sample, accept, advance. Static shapes, no host sync.
 
-    ngrams: (ngram_min, ngram_max), None to draft nothing; sampling, masking: whether any slot has a temperature,
+    ngrams: (ngram_min, ngram_max, per_match) of propose, None to draft nothing; sampling, masking: whether any slot has a temperature,
     any a top_k, top_p, min_p or min_new_tokens. -> [B, 1 + k + 4] int64: the sampled tokens, then the numbers
     emitted, drafted and accepted, then whether the last emitted token is a stop (2), the limit (1) or neither (0).
     """
@@ -208,14 +209,20 @@ def compile_step(function: Callable) -> Callable:
     return torch.compile(fresh, fullgraph=True, dynamic=False, options=options)
 
 
+@lru_cache(maxsize=1)
+def device_thread() -> ThreadPoolExecutor:
+    """The one thread that runs all device work: a second one would bring its own OpenMP workers (kernels.cpp)."""
+    threads = torch.get_num_threads()
+    return ThreadPoolExecutor(1, "device", initializer=lambda: torch.set_num_threads(threads))
+
+
 class Device:
     """Executes jobs in order: at once, or on one thread that runs ahead of the host (run_async)."""
 
     def __init__(self, run_async: bool):
         if run_async:
             kernels.release_threads()
-        threads = torch.get_num_threads()
-        self.pool = ThreadPoolExecutor(1, initializer=lambda: torch.set_num_threads(threads)) if run_async else None
+        self.pool = device_thread() if run_async else None
         self.busy_until = 0.0  # when the last job ended
         self.waited = self.busy = 0.0  # seconds between jobs, seconds in jobs
 
@@ -239,9 +246,6 @@ class Device:
             future.set_exception(e)
         return future
 
-    def close(self) -> None:
-        if self.pool:
-            self.pool.shutdown(wait=True, cancel_futures=True)
 
 
 @dataclass(eq=False)
@@ -264,18 +268,19 @@ class Scheduler:
     """Runs requests in B slots: `add`, `abort`, `step` until `unfinished` is 0, or `run`.
 
     model: a Transformer ready to run (packed, on its device). spec: "ngram" or "none"; k drafts per step (rows per
-    slot: 1 + k). max_seq_length: tokens per slot, prompt and output. max_prefill_tokens: prompt tokens computed per
+    slot: 1 + k), at most `per_match` per matched token (0: always k). max_seq_length: tokens per slot, prompt and output. max_prefill_tokens: prompt tokens computed per
     iteration while others decode. compile: whether to compile the step with torch.compile(fullgraph=True).
     """
 
     def __init__(
         self, model: Transformer, *, eos_ids: list[int] = (), spec: str = "ngram", k: int = 5, ngram_min: int = 1,
-        ngram_max: int = 3, max_batch_size: int = 1, max_seq_length: int = 2048, prefill_chunk_size: int = 64,
+        ngram_max: int = 3, per_match: int = 2, max_batch_size: int = 1, max_seq_length: int = 2048, prefill_chunk_size: int = 64,
         max_prefill_tokens: int = 256, run_async: bool = True, prefix_cache: bool = True, compile: bool = True,
         device="cpu",
     ):  # fmt: skip
         for name, value, low in (
             ("k", k, 0), ("ngram_min", ngram_min, 1), ("ngram_max", ngram_max, ngram_min),
+            ("per_match", per_match, 0),
             ("max_batch_size", max_batch_size, 1), ("max_seq_length", max_seq_length, 2),
             ("prefill_chunk_size", prefill_chunk_size, 1), ("max_prefill_tokens", max_prefill_tokens, 1),
         ):  # fmt: skip
@@ -285,7 +290,7 @@ class Scheduler:
             raise ValueError(f"spec is {spec!r}: must be 'ngram' or 'none'")
         self.model, self.k, self.max_seq_length = model, k, max_seq_length
         self.eos_ids, self.prefix_cache = list(eos_ids), prefix_cache
-        self.ngrams = (ngram_min, ngram_max) if spec == "ngram" else None
+        self.ngrams = (ngram_min, ngram_max, per_match) if spec == "ngram" else None
         self.chunk, self.max_prefill_tokens = prefill_chunk_size, max_prefill_tokens
         self.slots = [Slot(i) for i in range(max_batch_size)]
         self.device, self.run_async = Device(run_async), run_async
@@ -356,7 +361,11 @@ class Scheduler:
             self.step()
 
     def close(self) -> None:
-        self.device.close()
+        """Wait for what is in flight; abort the rest."""
+        self.in_flight.clear()
+        for request in [*self.waiting, *(s.request for s in self.slots if s.request)]:
+            self.abort(request)
+        self.device.submit(lambda: None).result()
 
     # -- one iteration, part by part
 
@@ -418,9 +427,12 @@ class Scheduler:
                 budget = None if budget is None else budget - (stop - request.num_computed)
                 request.num_computed = stop
             if request.num_computed == end:
-                self.device.submit(self.buffers.active.__setitem__, request.slot, True)
+                self.device.submit(self._activate, request, request.slot)
                 request.state = "decode"
-                request.decode_start_time = request.decode_start_time or time.perf_counter()
+
+    def _activate(self, request: Request, slot: int) -> None:
+        self.buffers.active[slot] = True
+        request.decode_start_time = request.decode_start_time or time.perf_counter()
 
     def _reuse(self, request: Request) -> None:
         """Copy the longest prefix that another slot holds: equal prompts that arrive together are computed once."""

@@ -10,12 +10,16 @@ import torch
 from torch import Tensor
 
 
-def propose(tokens: Tensor, length: Tensor, k: int, ngram_min: int = 1, ngram_max: int = 3) -> Tensor:
+def propose(
+    tokens: Tensor, length: Tensor, k: int, ngram_min: int = 1, ngram_max: int = 3, per_match: int = 0
+) -> Tensor:
     """Draft k tokens per row by looking up the row's last n tokens in its own text (prompt lookup decoding).
 
     tokens [B, S] integers, of which the first length [B] are known; -> drafts [B, k], -1 where there is none.
     The longest match of ngram_max..ngram_min tokens wins, the most recent one on ties (vLLM's Triton proposer, PR
     40704). A draft that reaches the end of the text reads on from itself, so a loop of any period is drafted in full.
+    per_match: at most so many drafts per matched token, 0: always k (a short match is seldom right for long; after
+    SuffixDecoding, where drafts are as long as a multiple of the match).
     """
     B, S = tokens.shape
     at = torch.arange(S, device=tokens.device)
@@ -32,7 +36,10 @@ def propose(tokens: Tensor, length: Tensor, k: int, ngram_min: int = 1, ngram_ma
     i = torch.arange(k, device=tokens.device)
     period = (length - start).clamp(min=1)
     drafts = tokens.gather(1, (start[:, None] + i % period[:, None]).clamp(max=S - 1))
-    return torch.where(best[:, None] >= 0, drafts, -1)
+    found = best[:, None] >= 0
+    if per_match:
+        found = found & (i < per_match * (best // S)[:, None])
+    return torch.where(found, drafts, -1)
 
 
 def _mix(x: Tensor) -> Tensor:
