@@ -47,7 +47,9 @@ Write the class again, with a docstring in every method."""
 
 @dataclass
 class Result:
-    """One finished request. `text` ends before a stop string; `token_ids` end with the token that completed the stop."""
+    """One finished request. `text` ends before a stop string; `token_ids` end with the token that
+    completed the stop.
+    """
 
     prompt: str | list
     prompt_token_ids: list[int]
@@ -62,7 +64,9 @@ class Result:
 
 
 class TextStream:
-    """Turns a request's token ids into text as they come, and ends it at a stop string wherever that falls."""
+    """Turns a request's token ids into text as they come, and ends it at a stop string wherever
+    that falls.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]):
         self.decoder, self.stop, self.text = tokenizer.stream_decoder(), stop, ""
@@ -71,7 +75,9 @@ class TextStream:
         self.pieces: deque[tuple[str, bool]] = deque()  # (text, from accepted drafts)
 
     def push(self, ids: list[int], num_accepted: int) -> int | None:
-        """-> how many of the ids to keep, if a stop string ends with one of them (Request.on_tokens)."""
+        """-> how many of the ids to keep, if a stop string ends with one of them
+        (Request.on_tokens).
+        """
         for i, token in enumerate(ids):
             before = len(self.text)
             self.text += self.decoder.push([token])
@@ -107,9 +113,12 @@ class TextStream:
 class LLM:
     """A model ready to decode: load once, then `generate`, `chat` or `stream`.
 
-    model: 'smollm2', a checkpoint folder, a .gguf file or a Hugging Face repo id. spec: 'ngram' or 'none'; k: drafts
-    per step (default 5 for ngram, 0 for none: then one row per step). max_seq_length: tokens per request, prompt and
-    output, default min(2048, the model's). device: default 'cuda' if there is one. Raises ValueError for bad input.
+    model: 'smollm2', a checkpoint folder, a .gguf file or a Hugging Face repo id. spec: 'ngram' or
+    'none'; k: drafts
+    per step (default 5 for ngram, 0 for none: then one row per step). max_seq_length: tokens per
+    request, prompt and
+    output, default min(2048, the model's). device: default 'cuda' if there is one. Raises
+    ValueError for bad input.
     """
 
     def __init__(
@@ -137,7 +146,8 @@ class LLM:
         self.weight_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
         if not self.args.tie_embeddings:  # of an untied embedding a step reads a few rows only
             self.weight_bytes -= self.model.tok_embeddings.weight.numel() * DTYPES[dtype].itemsize
-        # Whether a row's bits are free of the step's shape (level two): then k, batch and chunks change no token.
+        # Whether a row's bits are free of the step's shape (level two): then k, batch and chunks
+        # change no token.
         self.shape_invariant = self.device == "cpu" and kernels.install(self.model, cache_dir())
         self.load_seconds = time.perf_counter() - start
         self.scheduler = Scheduler(
@@ -154,13 +164,17 @@ class LLM:
             self.compile_seconds = time.perf_counter() - start
 
     def encode(self, prompt: str | list) -> list[int]:
-        """Token ids of a text, of chat messages [{"role", "content"}], or a list of token ids as it is."""
+        """Token ids of a text, of chat messages [{"role", "content"}], or a list of token ids as it
+        is.
+        """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         return self.tokenizer.chat(prompt) if prompt and isinstance(prompt[0], dict) else list(prompt)
 
     def submit(self, prompt: str | list, params: SamplingParams, priority: int = 0) -> tuple[Request, TextStream]:
-        """Queue one request on the scheduler; run it with `llm.scheduler.step()`, collect it with `result`."""
+        """Queue one request on the scheduler; run it with `llm.scheduler.step()`, collect it with
+        `result`.
+        """
         text = TextStream(self.tokenizer, params.stop)
         request = Request(self.encode(prompt), params, priority, on_tokens=text.push)
         self.scheduler.add(request)
@@ -181,10 +195,13 @@ class LLM:
         params: SamplingParams | list[SamplingParams] | None = None,
         on_result: Callable[[int, Result], str | list | None] | None = None,
     ) -> Result | list[Result]:
-        """Decode one prompt (a text) or a list of prompts (texts, token id lists, message lists), in input order.
+        """Decode one prompt (a text) or a list of prompts (texts, token id lists, message lists),
+        in input order.
 
-        params: one for all or one each. on_result(index, result) is called as each finishes and may return a prompt
-        that continues it (the next turn of a conversation); its result then takes the place of the first.
+        params: one for all or one each. on_result(index, result) is called as each finishes and may
+        return a prompt
+        that continues it (the next turn of a conversation); its result then takes the place of the
+        first.
         """
         if isinstance(prompts, str):
             return self.generate([prompts], params, on_result)[0]
@@ -212,13 +229,17 @@ class LLM:
         return results
 
     def chat(self, messages: list, params: SamplingParams | list[SamplingParams] | None = None):
-        """As `generate`, for a conversation [{"role", "content"}, ...] or a list of conversations."""
+        """As `generate`, for a conversation [{"role", "content"}, ...] or a list of
+        conversations.
+        """
         if messages and isinstance(messages[0], dict):
             return self.generate([messages], params)[0]
         return self.generate(messages, params)
 
     def stream(self, prompt: str | list, params: SamplingParams | None = None) -> Iterator[tuple[str, bool] | Result]:
-        """Yield (text, from accepted drafts) pieces as they come, whole characters only, then the Result."""
+        """Yield (text, from accepted drafts) pieces as they come, whole characters only, then the
+        Result.
+        """
         request, text = self.submit(prompt, params or SamplingParams())
         try:
             while request.state != "finished":
@@ -272,7 +293,9 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def read_prompts(path: str, limit: int | None) -> list[list[dict] | str]:
-    """Prompts of a JSON lines file: texts, or conversations; of {"turns"} the turns. ValueError names line and fault."""
+    """Prompts of a JSON lines file: texts, or conversations; of {"turns"} the turns. ValueError
+    names line and fault.
+    """
     prompts = []
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
@@ -297,7 +320,9 @@ def read_prompts(path: str, limit: int | None) -> list[list[dict] | str]:
 
 
 def as_prompt(text: str | list, chat: bool) -> str | list[dict]:
-    """A text as a user's message where the chat template is used; messages as they are; turns: the first one."""
+    """A text as a user's message where the chat template is used; messages as they are; turns: the
+    first one.
+    """
     if isinstance(text, list) and isinstance(text[0], str):
         text = text[0]
     return [{"role": "user", "content": text}] if chat and isinstance(text, str) else text

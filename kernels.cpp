@@ -1,8 +1,11 @@
 // CPU kernels: a linear layer for few rows and attention over a static KV cache.
 //
-// Both are shape-invariant by construction: every output element is one chain of float32 fused multiply-adds over
-// its own row, in the order of k (or of the key), whatever the other rows are, however many there are, and however
-// the rows are cut into tiles or spread over threads. Plain C interface, no torch headers: builds in a second.
+// Both are shape-invariant by construction: every output element is one chain of float32 fused
+// multiply-adds over
+// its own row, in the order of k (or of the key), whatever the other rows are, however many there
+// are, and however
+// the rows are cut into tiles or spread over threads. Plain C interface, no torch headers: builds
+// in a second.
 
 #include <omp.h>
 
@@ -25,8 +28,10 @@ typedef int32_t i8 __attribute__((vector_size(32)));
 
 template <class V> static inline V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
 
-// Formats of a block w [K, NB]. In bf16 two neighbours share a 32-bit lane: the even ones come out in w0, the odd ones
-// in w1; `column` undoes that where the block is not packed for it (keys and values; kernels.py packs weights so).
+// Formats of a block w [K, NB]. In bf16 two neighbours share a 32-bit lane: the even ones come out
+// in w0, the odd ones
+// in w1; `column` undoes that where the block is not packed for it (keys and values; kernels.py
+// packs weights so).
 struct BF16 {
   typedef uint16_t T;
   static inline void get(const T* w, vf& w0, vf& w1) {
@@ -44,7 +49,8 @@ struct F32 {
 template <class W> static inline int column(int i) { return i; }
 template <> inline int column<BF16>(int i) { return i < VL ? 2 * i : 2 * (i - VL) + 1; }
 
-// y[at[r], 0..NB) = sum over k of x[r, k] w[k, 0..NB). With ORDER, x comes from an unpacked block: in the order of `get`.
+// y[at[r], 0..NB) = sum over k of x[r, k] w[k, 0..NB). With ORDER, x comes from an unpacked block:
+// in the order of `get`.
 template <class W, int R, bool ORDER>
 static void tile(const float* x, const typename W::T* w, float* y, const int* at, int K, int N) {
   vf a[R][2];
@@ -84,7 +90,8 @@ static inline v8 exp8(v8 x) {
 }
 static inline v8 get8(const float* p) { return load<v8>(p); }
 
-// One row before its product: RMSNorm with the given weight, or SwiGLU of [gate, up] (x then has 2 K columns).
+// One row before its product: RMSNorm with the given weight, or SwiGLU of [gate, up] (x then has 2
+// K columns).
 static void prologue(const float* x, float* out, int K, const float* norm, float eps) {
   if (norm) {
     v8 sum = v8{};
@@ -102,7 +109,8 @@ static void prologue(const float* x, float* out, int K, const float* norm, float
   }
 }
 
-// Rows of the step that this thread runs: those whose position is not -1. The others cost nothing and come out as 0.
+// Rows of the step that this thread runs: those whose position is not -1. The others cost nothing
+// and come out as 0.
 static thread_local std::vector<int> live;
 static thread_local int step_rows = -1;
 
@@ -175,7 +183,8 @@ static float softmax(float* s, int64_t width, int64_t pos, int window, float sca
   return 1.0f / total;
 }
 
-// q, out [N, T, H, E]; k [B, G, S / NB, E, NB]; v [B, G, E / NB, S, NB]; pos [N, T], -1: a padding row (output 0);
+// q, out [N, T, H, E]; k [B, G, S / NB, E, NB]; v [B, G, E / NB, S, NB]; pos [N, T], -1: a padding
+// row (output 0);
 // slot [N]. Scores and weighted sums are the same tiles as the linear layer's.
 template <class W>
 static void attend(const float* q, const typename W::T* k, const typename W::T* v, float* out, const int64_t* pos,
@@ -221,7 +230,8 @@ void begin_step(const int64_t* positions, int M) {
     if (positions[m] >= 0) live.push_back(m);
   step_rows = M;
 }
-// End the calling thread's OpenMP workers. With more workers alive than cores, libgomp stops spinning at barriers and
+// End the calling thread's OpenMP workers. With more workers alive than cores, libgomp stops
+// spinning at barriers and
 // every parallel region pays for waking a sleeper: 61 ms a step instead of 30, measured on 2 cores.
 void release_threads() { omp_pause_resource_all(omp_pause_soft); }
 void linear_f32(const float* x, const float* w, float* y, int M, int K, int N, const float* norm, float eps, int swiglu) {

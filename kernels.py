@@ -1,7 +1,10 @@
-"""CPU kernels: builds kernels.cpp once, registers its two operations with torch, puts them into a model.
+"""CPU kernels: builds kernels.cpp once, registers its two operations with torch, puts them into a
+model.
 
-Why not PyTorch's own kernels: a row's bits must not depend on how many other rows run beside it (that is what makes
-speculative and plain decoding give the same tokens), and the few-row step must read bf16 weights at memory speed also
+Why not PyTorch's own kernels: a row's bits must not depend on how many other rows run beside it
+(that is what makes
+speculative and plain decoding give the same tokens), and the few-row step must read bf16 weights at
+memory speed also
 on CPUs without bf16 instructions. These kernels do both by construction; see kernels.cpp.
 """
 
@@ -25,7 +28,9 @@ SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 @lru_cache(maxsize=1)
 def library(cache_dir: Path) -> ctypes.CDLL | None:
-    """Compile kernels.cpp for this processor (about 3 seconds, once), load it; None and a notice if it cannot be."""
+    """Compile kernels.cpp for this processor (about 3 seconds, once), load it; None and a notice if
+    it cannot be.
+    """
     source = Path(__file__).with_name("kernels.cpp")
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     cpu = platform.machine() + platform.processor()
@@ -90,7 +95,9 @@ torch.library.register_fake("ngram_spec::attend", lambda q, *rest: torch.empty_l
 
 
 def pack(weight: Tensor, block: int) -> Tensor:
-    """[N, K] float32 or bfloat16 -> [N / block, K, block], in bf16 with columns j and block / 2 + j side by side."""
+    """[N, K] float32 or bfloat16 -> [N / block, K, block], in bf16 with columns j and block / 2 + j
+    side by side.
+    """
     N, K = weight.shape
     blocks = weight.view(N // block, block, K).transpose(1, 2)  # [N / block, K, block]
     if weight.dtype == torch.bfloat16:  # one 32-bit lane then holds two columns
@@ -99,9 +106,11 @@ def pack(weight: Tensor, block: int) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """y = f(x) W^T (+ b) in float32 from packed weights [N / block, K, block]; f: identity, RMSNorm or SwiGLU.
+    """y = f(x) W^T (+ b) in float32 from packed weights [N / block, K, block]; f: identity, RMSNorm
+    or SwiGLU.
 
-    Norm and SwiGLU run inside the kernel, so that their bits, too, are the same eager or compiled, for any row count.
+    Norm and SwiGLU run inside the kernel, so that their bits, too, are the same eager or compiled,
+    for any row count.
     """
 
     def __init__(self, linear: nn.Module, block: int, norm: nn.Module | None = None, swiglu: bool = False):
@@ -118,7 +127,9 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Rows of a packed weight, for an embedding that is tied to the output layer: no second copy."""
+    """Rows of a packed weight, for an embedding that is tied to the output layer: no second
+    copy.
+    """
 
     def __init__(self, output: PackedLinear):
         super().__init__()
@@ -132,20 +143,26 @@ class PackedEmbedding(nn.Module):
 
 
 def begin_step(tokens: Tensor, positions: Tensor) -> Tensor:
-    """Let the linear layers skip the rows of position -1 (their outputs are 0) in the step that embeds the result.
+    """Let the linear layers skip the rows of position -1 (their outputs are 0) in the step that
+    embeds the result.
 
-    tokens, positions [N, T] int64 -> tokens. All of the step depends on the result, so nothing can run before.
+    tokens, positions [N, T] int64 -> tokens. All of the step depends on the result, so nothing can
+    run before.
     """
     return torch.ops.ngram_spec.begin_step(tokens, positions.contiguous())
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, window: int, scale: float) -> Tensor:
-    """model.attend over a paged KVCache: q [N, T, H, E] float32, positions [N, T], slots [N] -> [N, T, H, E] float32."""
+    """model.attend over a paged KVCache: q [N, T, H, E] float32, positions [N, T], slots [N] -> [N,
+    T, H, E] float32.
+    """
     return torch.ops.ngram_spec.attend(q.contiguous(), k, v, positions, slots, window, scale)
 
 
 def release_threads() -> None:
-    """Let the calling thread's OpenMP workers go, before another thread starts its own (see kernels.cpp)."""
+    """Let the calling thread's OpenMP workers go, before another thread starts its own (see
+    kernels.cpp).
+    """
     if _c:
         _c["release_threads"]()
 
@@ -153,7 +170,8 @@ def release_threads() -> None:
 def install(model: nn.Module, cache_dir: Path) -> bool:
     """Replace a CPU model's linear layers and attention by the packed kernels, one layer at a time.
 
-    Returns whether it was done: not without a compiler, nor for shapes the kernels do not serve (all sizes multiples of
+    Returns whether it was done: not without a compiler, nor for shapes the kernels do not serve
+    (all sizes multiples of
     32, bfloat16 or float32), where torch's own operations stay.
     """
     linears = [x for x in model.modules() if isinstance(x, nn.Linear)]

@@ -1,6 +1,7 @@
 """The Transformer: static KV cache, one forward for prefill chunks and decode steps.
 
-Copy this file: it imports torch only. Names follow the Llama reference code, shapes are in comments:
+Copy this file: it imports torch only. Names follow the Llama reference code, shapes are in
+comments:
 N groups of T rows each (decode: N = B slots, T = 1 + k; prefill: N = 1, T = chunk), D = dim,
 H = query heads, G = KV heads, E = head_dim, S = cache positions.
 """
@@ -16,7 +17,9 @@ from torch import Tensor
 
 @dataclass
 class ModelArgs:
-    """Shape of a model, read from its own config.json or GGUF metadata; nothing is guessed from names."""
+    """Shape of a model, read from its own config.json or GGUF metadata; nothing is guessed from
+    names.
+    """
 
     dim: int = 64
     n_layer: int = 2
@@ -44,7 +47,9 @@ class RMSNorm(nn.Module):
 
 
 def rope_frequencies(args: ModelArgs) -> Tensor:
-    """Inverse frequencies [E / 2] float32, after the config's scaling (linear, llama3, or factors per frequency)."""
+    """Inverse frequencies [E / 2] float32, after the config's scaling (linear, llama3, or factors
+    per frequency).
+    """
     inverse = 1.0 / args.rope_theta ** (torch.arange(0, args.head_dim, 2, dtype=torch.float32) / args.head_dim)
     scaling = args.rope_scaling or {"rope_type": "default"}
     if scaling["rope_type"] == "linear":
@@ -69,7 +74,8 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, window: int, scale: float) -> Tensor:
     """Row (n, t) attends to the keys 0..positions[n, t] of slot slots[n].
 
-    q [N, T, H, E]; k [B, G, S, 1, E], v [B, G, S, 1, E] (KVCache); positions [N, T], -1 for a padding row; slots [N] -> [N, T, H, E]. The query
+    q [N, T, H, E]; k [B, G, S, 1, E], v [B, G, S, 1, E] (KVCache); positions [N, T], -1 for a
+    padding row; slots [N] -> [N, T, H, E]. The query
     heads of a group are folded into rows, so that keys and values are never expanded.
     """
     k, v = k.flatten(2, 3), v.flatten(3)  # [B, G, S, E]
@@ -98,7 +104,8 @@ class Attention(nn.Module):
         heads = [args.n_head, args.n_kv_head, args.n_kv_head]
         q, k, v = self.wqkv(x).unflatten(-1, (-1, args.head_dim)).split(heads, dim=2)  # [N, T, heads, E]
         q, k = apply_rope(q, rope), apply_rope(k, rope)
-        # Position -1 (padding, frozen slots) wraps around to the last row of the cache, which nobody reads.
+        # Position -1 (padding, frozen slots) wraps around to the last row of the cache, which
+        # nobody reads.
         page, chunk = k_cache.shape[3], v_cache.shape[4]
         k_cache[slots[:, None], :, positions // page, positions % page] = k.to(k_cache.dtype)
         v_cache[slots[:, None], :, positions] = v.unflatten(-1, (-1, chunk)).to(v_cache.dtype)
@@ -137,11 +144,15 @@ class TransformerBlock(nn.Module):
 
 
 class KVCache:
-    """Static keys and values of B slots, zeroed once, never reallocated. Per layer a pair of tensors, seen as
+    """Static keys and values of B slots, zeroed once, never reallocated. Per layer a pair of
+    tensors, seen as
 
-    keys [B, G, S / page, page, E], in memory [B, G, S / page, E, page]; values [B, G, S, E / chunk, chunk], in memory
-    [B, G, E / chunk, S, chunk]. With page 1 and chunk E (model.kv_layout None) both are plain [B, G, S, E]; the CPU
-    kernels want pages and chunks as wide as their vectors, so that both products of attention read along memory.
+    keys [B, G, S / page, page, E], in memory [B, G, S / page, E, page]; values [B, G, S, E / chunk,
+    chunk], in memory
+    [B, G, E / chunk, S, chunk]. With page 1 and chunk E (model.kv_layout None) both are plain [B,
+    G, S, E]; the CPU
+    kernels want pages and chunks as wide as their vectors, so that both products of attention read
+    along memory.
     """
 
     def __init__(self, model: "Transformer", batch_size: int, size: int, dtype: torch.dtype, device="cpu"):
@@ -179,8 +190,10 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Write the rows' keys and values into the cache and return their logits.
 
-        tokens, positions [N, T] int64 (position -1: a padding row, logits meaningless); slots [N] int64: the cache row
-        of each group; rope [S, E] float32 from rope_table; -> logits [N, T, V] float32, or None without `want_logits`
+        tokens, positions [N, T] int64 (position -1: a padding row, logits meaningless); slots [N]
+        int64: the cache row
+        of each group; rope [S, E] float32 from rope_table; -> logits [N, T, V] float32, or None
+        without `want_logits`
         (prefill fills the cache and needs none).
         """
         x = self.tok_embeddings(self.begin_step(tokens, positions))  # [N, T, D]
@@ -192,6 +205,8 @@ class Transformer(nn.Module):
 
 
 def rope_table(args: ModelArgs, size: int, device="cpu") -> Tensor:
-    """cos and sin of every position 0..size-1, [size, E] float32 (cos first). Angles in float64: long contexts."""
+    """cos and sin of every position 0..size-1, [size, E] float32 (cos first). Angles in float64:
+    long contexts.
+    """
     angles = torch.arange(size, dtype=torch.float64)[:, None] * rope_frequencies(args).double()
     return torch.cat([angles.cos(), angles.sin()], dim=-1).float().to(device)

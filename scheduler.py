@@ -1,8 +1,11 @@
 """Batched decoding over static slots, one step ahead of its results.
 
-B slots hold B requests at most. All state that a decode step needs lives in preallocated tensors on the device and is
-changed there; the host only learns of it when a step's results arrive. Device work is a queue of jobs executed in
-order, so the host may queue step i + 1 before it reads step i (after vLLM's async scheduling, PR 24799).
+B slots hold B requests at most. All state that a decode step needs lives in preallocated tensors on
+the device and is
+changed there; the host only learns of it when a step's results arrive. Device work is a queue of
+jobs executed in
+order, so the host may queue step i + 1 before it reads step i (after vLLM's async scheduling, PR
+24799).
 """
 
 import time
@@ -61,7 +64,8 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams = field(default_factory=SamplingParams)
     priority: int = 0  # lower is more urgent
-    # Called per step with the new token ids and how many of them were accepted drafts (the leading ones). May return
+    # Called per step with the new token ids and how many of them were accepted drafts (the leading
+    # ones). May return
     # how many to keep, which ends the request ("stop").
     on_tokens: Callable[[list[int], int], int | None] | None = None
 
@@ -149,11 +153,15 @@ class Slots:
 
 
 def decode_step(model, s: Slots, k: int, ngrams: tuple[int, int, int] | None, sampling: bool, masking: bool) -> Tensor:
-    """One step of all slots: propose, run 1 + k rows each, sample, accept, advance. Static shapes, no host sync.
+    """One step of all slots: propose, run 1 + k rows each, sample, accept, advance. Static shapes,
+    no host sync.
 
-    ngrams: (ngram_min, ngram_max, per_match) of propose, None to draft nothing; sampling, masking: whether any slot has a temperature,
-    any a top_k, top_p, min_p or min_new_tokens. -> [B, 1 + k + 4] int64: the sampled tokens, then the numbers
-    emitted, drafted and accepted, then whether the last emitted token is a stop (2), the limit (1) or neither (0).
+    ngrams: (ngram_min, ngram_max, per_match) of propose, None to draft nothing; sampling, masking:
+    whether any slot has a temperature,
+    any a top_k, top_p, min_p or min_new_tokens. -> [B, 1 + k + 4] int64: the sampled tokens, then
+    the numbers
+    emitted, drafted and accepted, then whether the last emitted token is a stop (2), the limit (1)
+    or neither (0).
     """
     column = torch.arange(1 + k, device=s.length.device)
     remaining = s.limit - s.length
@@ -192,7 +200,9 @@ def decode_step(model, s: Slots, k: int, ngrams: tuple[int, int, int] | None, sa
 
 
 def prefill_chunk(model, s: Slots, chunk: int, slot: Tensor, start: Tensor, end: Tensor) -> None:
-    """Compute the KV rows start..start + chunk - 1 of a slot's tokens, none from `end` on. slot, start, end [1]."""
+    """Compute the KV rows start..start + chunk - 1 of a slot's tokens, none from `end` on. slot,
+    start, end [1].
+    """
     positions = start[:, None] + torch.arange(chunk, device=start.device)  # [1, chunk]
     tokens = s.tokens[slot].gather(1, positions.clamp(max=s.size - 1))
     model(tokens, torch.where(positions < end[:, None], positions, -1), slot, s.rope, s.cache, want_logits=False)
@@ -201,8 +211,10 @@ def prefill_chunk(model, s: Slots, chunk: int, slot: Tensor, start: Tensor, end:
 def compile_step(function: Callable) -> Callable:
     """torch.compile for one model, one set of buffers and one set of static arguments.
 
-    All that a guard could check (objects, shapes, dtypes) is fixed by construction, so there are none to evaluate:
-    0.8 ms of a 20 ms step. The fresh code object keeps this compilation apart from those of other schedulers.
+    All that a guard could check (objects, shapes, dtypes) is fixed by construction, so there are
+    none to evaluate:
+    0.8 ms of a 20 ms step. The fresh code object keeps this compilation apart from those of other
+    schedulers.
     """
     fresh = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     options = {"guard_filter_fn": lambda guards: [False] * len(guards), "size_asserts": False}
@@ -211,7 +223,9 @@ def compile_step(function: Callable) -> Callable:
 
 @lru_cache(maxsize=1)
 def device_thread() -> ThreadPoolExecutor:
-    """The one thread that runs all device work: a second one would bring its own OpenMP workers (kernels.cpp)."""
+    """The one thread that runs all device work: a second one would bring its own OpenMP workers
+    (kernels.cpp).
+    """
     threads = torch.get_num_threads()
     return ThreadPoolExecutor(1, "device", initializer=lambda: torch.set_num_threads(threads))
 
@@ -267,9 +281,12 @@ def shared_prefix(a: list[int], b: list[int]) -> int:
 class Scheduler:
     """Runs requests in B slots: `add`, `abort`, `step` until `unfinished` is 0, or `run`.
 
-    model: a Transformer ready to run (packed, on its device). spec: "ngram" or "none"; k drafts per step (rows per
-    slot: 1 + k), at most `per_match` per matched token (0: always k). max_seq_length: tokens per slot, prompt and output. max_prefill_tokens: prompt tokens computed per
-    iteration while others decode. compile: whether to compile the step with torch.compile(fullgraph=True).
+    model: a Transformer ready to run (packed, on its device). spec: "ngram" or "none"; k drafts per
+    step (rows per
+    slot: 1 + k), at most `per_match` per matched token (0: always k). max_seq_length: tokens per
+    slot, prompt and output. max_prefill_tokens: prompt tokens computed per
+    iteration while others decode. compile: whether to compile the step with
+    torch.compile(fullgraph=True).
     """
 
     def __init__(
@@ -313,7 +330,9 @@ class Scheduler:
         self._launch_decode([]).result()
 
     def add(self, request: Request) -> Request:
-        """Queue a request. ValueError: empty prompt, token out of range, or prompt and limit beyond the slot."""
+        """Queue a request. ValueError: empty prompt, token out of range, or prompt and limit beyond
+        the slot.
+        """
         prompt, limit = request.prompt_token_ids, request.params.max_new_tokens
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token")
@@ -333,14 +352,18 @@ class Scheduler:
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request in any state; tokens already delivered stay, none follow, nobody else's change."""
+        """End a request in any state; tokens already delivered stay, none follow, nobody else's
+        change.
+        """
         if request.state == "waiting":
             self.waiting.remove(request)
         if request.state != "finished":
             self._finish(request, "abort")
 
     def step(self) -> list[Request]:
-        """One iteration: admit, prefill, launch a decode step, read one that is done. -> requests finished by it."""
+        """One iteration: admit, prefill, launch a decode step, read one that is done. -> requests
+        finished by it.
+        """
         begin, waited = time.perf_counter(), 0.0
         self._admit()
         self._prefill()
@@ -435,7 +458,9 @@ class Scheduler:
         request.decode_start_time = request.decode_start_time or time.perf_counter()
 
     def _reuse(self, request: Request) -> None:
-        """Copy the longest prefix that another slot holds: equal prompts that arrive together are computed once."""
+        """Copy the longest prefix that another slot holds: equal prompts that arrive together are
+        computed once.
+        """
         if not self.prefix_cache:
             return
         others = [s for s in self.slots if s.request is not request]
@@ -509,7 +534,9 @@ class Scheduler:
         self.done.append(request)
 
     def preempt(self, request: Request) -> None:
-        """Take a request's slot: deliver what is in flight, keep its KV rows in host memory, queue it again."""
+        """Take a request's slot: deliver what is in flight, keep its KV rows in host memory, queue
+        it again.
+        """
         while self.in_flight:
             self._read()
         if request.state not in ("prefill", "decode"):

@@ -1,7 +1,10 @@
-"""N-gram speculation as pure tensor functions: propose drafts, sample, accept. Imports torch only; copy this file.
+"""N-gram speculation as pure tensor functions: propose drafts, sample, accept. Imports torch only;
+copy this file.
 
-Everything is batched, of static shape and free of host syncs, so a decode step made of these functions compiles with
-fullgraph=True and can be captured in a CUDA graph. B slots, k drafts, V vocabulary entries, S token positions.
+Everything is batched, of static shape and free of host syncs, so a decode step made of these
+functions compiles with
+fullgraph=True and can be captured in a CUDA graph. B slots, k drafts, V vocabulary entries, S token
+positions.
 """
 
 from dataclasses import dataclass, field
@@ -13,12 +16,17 @@ from torch import Tensor
 def propose(
     tokens: Tensor, length: Tensor, k: int, ngram_min: int = 1, ngram_max: int = 3, per_match: int = 0
 ) -> Tensor:
-    """Draft k tokens per row by looking up the row's last n tokens in its own text (prompt lookup decoding).
+    """Draft k tokens per row by looking up the row's last n tokens in its own text (prompt lookup
+    decoding).
 
-    tokens [B, S] integers, of which the first length [B] are known; -> drafts [B, k], -1 where there is none.
-    The longest match of ngram_max..ngram_min tokens wins, the most recent one on ties (vLLM's Triton proposer, PR
-    40704). A draft that reaches the end of the text reads on from itself, so a loop of any period is drafted in full.
-    per_match: at most so many drafts per matched token, 0: always k (a short match is seldom right for long; after
+    tokens [B, S] integers, of which the first length [B] are known; -> drafts [B, k], -1 where
+    there is none.
+    The longest match of ngram_max..ngram_min tokens wins, the most recent one on ties (vLLM's
+    Triton proposer, PR
+    40704). A draft that reaches the end of the text reads on from itself, so a loop of any period
+    is drafted in full.
+    per_match: at most so many drafts per matched token, 0: always k (a short match is seldom right
+    for long; after
     SuffixDecoding, where drafts are as long as a multiple of the match).
     """
     B, S = tokens.shape
@@ -59,29 +67,35 @@ def seed_halves(seed: int) -> tuple[int, int]:
 
 
 def gumbel(seed: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """Gumbel noise [B, T, V] float32, a pure function of (seed, absolute position, token id): no generator state.
+    """Gumbel noise [B, T, V] float32, a pure function of (seed, absolute position, token id): no
+    generator state.
 
     seed [B, 2] int32, from `seed_halves`; positions [B, T] int64.
     """
     position = positions.to(torch.int32)[..., None]
     token = torch.arange(vocab_size, device=seed.device, dtype=torch.int32) * -1640531527
-    # Linear keys, mixed twice: nesting more hashes here makes the compiler's work grow exponentially.
+    # Linear keys, mixed twice: nesting more hashes here makes the compiler's work grow
+    # exponentially.
     low, high = position * -1150833019 + seed[:, :1, None], position * 1540483477 + seed[:, 1:, None]
     h = _mix(_mix(token + low) ^ high)  # [B, T, V]
-    # Uniform in (0, 1), as fine as 2^-33 near 0, where the winners' exponentials are; below 1 so that none is infinite.
+    # Uniform in (0, 1), as fine as 2^-33 near 0, where the winners' exponentials are; below 1 so
+    # that none is infinite.
     u = ((h.to(torch.float32) + 0.5) * 2.0**-32 + 0.5).clamp(2.0**-33, 1 - 2.0**-24)
     return -torch.log(-torch.log1p(-u))
 
 
 def keep_mask(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
-    """Tokens that top_k, then top_p (of what is left), then min_p leave: bool [B, T, V]. Ties at a limit all stay.
+    """Tokens that top_k, then top_p (of what is left), then min_p leave: bool [B, T, V]. Ties at a
+    limit all stay.
 
-    scaled [B, T, V] float32: logits / temperature; top_k [B] (0: off), top_p [B] (1: off), min_p [B] (0: off).
+    scaled [B, T, V] float32: logits / temperature; top_k [B] (0: off), top_p [B] (1: off), min_p
+    [B] (0: off).
     """
     ordered = scaled.sort(dim=-1, descending=True).values
     top, rank = ordered[..., :1], torch.arange(scaled.shape[-1], device=scaled.device)
     k = torch.where(top_k > 0, top_k, scaled.shape[-1])[:, None, None]
-    # Fixed point, so that the sums are exact in any order and do not depend on the shape of the step.
+    # Fixed point, so that the sums are exact in any order and do not depend on the shape of the
+    # step.
     mass = torch.where(rank < k, (torch.exp(ordered - top).double() * 2.0**40).to(torch.int64), 0)
     total = mass.cumsum(-1)
     need = (total[..., -1:].double() * top_p[:, None, None].double()).to(torch.int64)
@@ -94,10 +108,13 @@ def keep_mask(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
 def sample(
     logits: Tensor, positions: Tensor, temperature: Tensor, seed: Tensor, filters: tuple[Tensor, Tensor, Tensor] | None
 ) -> Tensor:
-    """The token the plain decoder draws at each position, [B, T] int64: argmax, or Gumbel-max where temperature > 0.
+    """The token the plain decoder draws at each position, [B, T] int64: argmax, or Gumbel-max where
+    temperature > 0.
 
-    logits [B, T, V] float32; positions [B, T] int64, of the tokens drawn; temperature [B] float32; seed [B, 2] int32;
-    filters: (top_k [B] int, top_p [B], min_p [B] float32), None to leave all three out of the computation.
+    logits [B, T, V] float32; positions [B, T] int64, of the tokens drawn; temperature [B] float32;
+    seed [B, 2] int32;
+    filters: (top_k [B] int, top_p [B], min_p [B] float32), None to leave all three out of the
+    computation.
     """
     scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None, None]
     noisy = scaled + gumbel(seed, positions, logits.shape[-1])
@@ -109,15 +126,19 @@ def sample(
 def accept(drafts: Tensor, sampled: Tensor) -> Tensor:
     """How many leading drafts [B, k] the model would have produced itself, [B]; -1 never matches.
 
-    sampled [B, 1 + k]: sampled[:, i] is drawn after drafts[:, :i]. Emitted are sampled[:, : accepted + 1]. For a
-    one-token guess, accepting on equality with the sample has exactly the law of rejection sampling.
+    sampled [B, 1 + k]: sampled[:, i] is drawn after drafts[:, :i]. Emitted are sampled[:, :
+    accepted + 1]. For a
+    one-token guess, accepting on equality with the sample has exactly the law of rejection
+    sampling.
     """
     return (drafts == sampled[:, :-1]).int().cumprod(1).sum(1)
 
 
 @dataclass
 class SpecStats:
-    """Counters of what the user gets: accepted drafts that were cut off by a stop or a limit do not count."""
+    """Counters of what the user gets: accepted drafts that were cut off by a stop or a limit do not
+    count.
+    """
 
     total_num_output_tokens: int = 0
     num_steps: int = 0  # decode steps, with or without a draft
@@ -156,5 +177,7 @@ class SpecStats:
 
     @property
     def tokens_per_step(self) -> float:
-        """Output tokens per decode step, undrafted steps included: what speculation really gains."""
+        """Output tokens per decode step, undrafted steps included: what speculation really
+        gains.
+        """
         return self.total_num_output_tokens / max(1, self.num_steps)

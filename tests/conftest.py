@@ -14,12 +14,21 @@ from model import ModelArgs, Transformer  # noqa: E402
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 TINY = dict(
-    dim=64, n_layer=2, n_head=4, n_kv_head=2, head_dim=32, intermediate_size=96, vocab_size=64, max_position=256
+    dim=64,
+    n_layer=2,
+    n_head=4,
+    n_kv_head=2,
+    head_dim=32,
+    intermediate_size=96,
+    vocab_size=64,
+    max_position=256,
 )  # sizes that the CPU kernels serve
 
 
 def tiny_model(dtype=torch.float32, packed=True, seed=0, **changes) -> Transformer:
-    """A random model with a peaked output distribution, so that texts repeat and drafts are accepted now and then."""
+    """A random model with a peaked output distribution, so that texts repeat and drafts are
+    accepted now and then.
+    """
     torch.manual_seed(seed)
     model = Transformer(ModelArgs(**{**TINY, **changes})).eval().requires_grad_(False)
     for name, p in model.named_parameters():

@@ -19,7 +19,9 @@ SCALINGS = {
 
 @torch.no_grad()
 def logits_of(model, tokens, chunks, dtype=None, batch=1, slot=0):
-    """Logits [1, sum(chunks), V], computed chunk by chunk in one slot of a cache of `batch` slots."""
+    """Logits [1, sum(chunks), V], computed chunk by chunk in one slot of a cache of `batch`
+    slots.
+    """
     dtype = dtype or next(t.dtype for t in [*model.parameters(), *model.buffers()] if t.dim() > 1)
     cache, size, at, out = KVCache(model, batch, 128, dtype), 128, 0, []
     rope = rope_table(model.args, size)
@@ -47,13 +49,20 @@ def test_logits_equal_transformers(heads, tied, scaling):
         "tie_embeddings": tied,
     })  # fmt: skip
     ours, w = Transformer(args).eval(), theirs.state_dict()
-    state = {"tok_embeddings.weight": w["model.embed_tokens.weight"], "norm.weight": w["model.norm.weight"]}
+    state = {
+        "tok_embeddings.weight": w["model.embed_tokens.weight"],
+        "norm.weight": w["model.norm.weight"],
+    }
     state["output.weight"] = w["lm_head.weight"]
     for i in range(2):
         p, q = f"model.layers.{i}.", f"layers.{i}."
-        state[q + "attention.wqkv.weight"] = torch.cat([w[p + f"self_attn.{x}_proj.weight"] for x in "qkv"])
+        state[q + "attention.wqkv.weight"] = torch.cat(
+            [w[p + f"self_attn.{x}_proj.weight"] for x in "qkv"]
+        )
         state[q + "attention.wo.weight"] = w[p + "self_attn.o_proj.weight"]
-        state[q + "feed_forward.w13.weight"] = torch.cat([w[p + f"mlp.{x}_proj.weight"] for x in ("gate", "up")])
+        state[q + "feed_forward.w13.weight"] = torch.cat(
+            [w[p + f"mlp.{x}_proj.weight"] for x in ("gate", "up")]
+        )
         state[q + "feed_forward.w2.weight"] = w[p + "mlp.down_proj.weight"]
         state[q + "attention_norm.weight"] = w[p + "input_layernorm.weight"]
         state[q + "ffn_norm.weight"] = w[p + "post_attention_layernorm.weight"]
@@ -72,7 +81,9 @@ def test_logits_equal_transformers(heads, tied, scaling):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("n", range(1, 65))
 def test_linear_kernel_gives_a_row_the_same_bits_among_any_others(dtype, n):
-    """Shape invariance per kernel: the property behind level two. Row 0's bits over row counts 1..64 and positions."""
+    """Shape invariance per kernel: the property behind level two. Row 0's bits over row counts
+    1..64 and positions.
+    """
     torch.manual_seed(0)
     linear = torch.nn.Linear(96, 160, bias=False).to(dtype).requires_grad_(False)
     norm = torch.nn.RMSNorm(96, eps=1e-5)
@@ -98,19 +109,26 @@ def test_linear_kernel_equals_float64(dtype):
     got = PackedLinear(linear, block())(x)
     assert (got - x.double() @ linear.weight.double().T).abs().max() < 1e-5
     x = torch.randn(7, 192)
-    want = (torch.nn.functional.silu(x[:, :96].double()) * x[:, 96:].double()) @ linear.weight.double().T
+    want = (
+        torch.nn.functional.silu(x[:, :96].double()) * x[:, 96:].double()
+    ) @ linear.weight.double().T
     assert (PackedLinear(linear, block(), swiglu=True)(x) - want).abs().max() < 1e-5
     assert pack(linear.weight, block()).numel() == linear.weight.numel()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_in_any_chunk_batch_and_slot(dtype):
-    """Shape invariance of the whole model: chunk offsets, row counts, live lengths, batch sizes, slots."""
+    """Shape invariance of the whole model: chunk offsets, row counts, live lengths, batch sizes,
+    slots.
+    """
     model, tokens = tiny_model(dtype), torch.randint(0, 64, (1, 100))
     whole = logits_of(model, tokens, [100])
     for chunks in ([1] * 100, [2] * 50, [6] * 16 + [4], [64, 36], [37, 63], [3, 97]):
         for batch, slot in ((1, 0), (3, 2), (8, 5)):
-            assert torch.equal(logits_of(model, tokens, chunks, batch=batch, slot=slot), whole), (chunks, batch)
+            assert torch.equal(logits_of(model, tokens, chunks, batch=batch, slot=slot), whole), (
+                chunks,
+                batch,
+            )
 
 
 @torch.no_grad()
@@ -118,7 +136,10 @@ def test_padding_rows_and_batch_mates_leave_a_row_alone():
     """Junk in other slots and rows of position -1 change no bit of a row's logits."""
     model = tiny_model(torch.bfloat16)
     rope = rope_table(model.args, 128)
-    tokens, positions = torch.randint(0, 64, (3, 6)), torch.tensor([[0, 1, 2, 3, 4, 5], [40, 41, 42, -1, -1, -1], [-1] * 6])
+    tokens, positions = (
+        torch.randint(0, 64, (3, 6)),
+        torch.tensor([[0, 1, 2, 3, 4, 5], [40, 41, 42, -1, -1, -1], [-1] * 6]),
+    )
     cache = KVCache(model, 3, 128, torch.bfloat16)
     alone = model(tokens[:1], positions[:1], torch.tensor([0]), rope, cache)
     for pair in cache.layers:

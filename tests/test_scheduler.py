@@ -1,4 +1,6 @@
-"""The scheduler against a slow reference: one request at a time, one token at a time, nothing reused."""
+"""The scheduler against a slow reference: one request at a time, one token at a time, nothing
+reused.
+"""
 
 import random
 import threading
@@ -17,18 +19,35 @@ SIZE = 96  # max_seq_length of these tests
 @torch.no_grad()
 def reference(model, prompt, params: SamplingParams, eos_ids) -> tuple[list[int], str]:
     """Recompute nothing cleverly: feed one token at a time, draw one token at a time."""
-    cache, rope, ids, out = KVCache(model, 1, SIZE, next(model.buffers()).dtype), rope_table(model.args, SIZE), list(prompt), []
+    cache, rope, ids, out = (
+        KVCache(model, 1, SIZE, next(model.buffers()).dtype),
+        rope_table(model.args, SIZE),
+        list(prompt),
+        [],
+    )
     stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
-    filters = (torch.tensor([params.top_k]), torch.tensor([params.top_p]), torch.tensor([params.min_p]))
+    filters = (
+        torch.tensor([params.top_k]),
+        torch.tensor([params.top_p]),
+        torch.tensor([params.min_p]),
+    )
     seed = torch.tensor([seed_halves(params.seed)], dtype=torch.int32)
     at = 0
     while True:
         for position in range(at, len(ids)):
-            logits = model(torch.tensor([[ids[position]]]), torch.tensor([[position]]), torch.tensor([0]), rope, cache)
+            logits = model(
+                torch.tensor([[ids[position]]]),
+                torch.tensor([[position]]),
+                torch.tensor([0]),
+                rope,
+                cache,
+            )
         at = len(ids)
         if len(out) < params.min_new_tokens:
             logits[..., list(stops)] = -torch.inf
-        token = sample(logits, torch.tensor([[at]]), torch.tensor([params.temperature]), seed, filters).item()
+        token = sample(
+            logits, torch.tensor([[at]]), torch.tensor([params.temperature]), seed, filters
+        ).item()
         ids.append(token)
         out.append(token)
         if token in stops:
@@ -57,7 +76,9 @@ def random_prompt(rng: random.Random, texts: list[list[int]]) -> list[int]:
     kind = rng.random()
     if kind < 0.3 and texts:  # shares a prefix with an earlier one, or is one
         base = rng.choice(texts)
-        return base[: rng.randint(1, len(base))] + [rng.randrange(64) for _ in range(rng.randint(0, 3))]
+        return base[: rng.randint(1, len(base))] + [
+            rng.randrange(64) for _ in range(rng.randint(0, 3))
+        ]
     if kind < 0.6:  # a loop
         period = [rng.randrange(64) for _ in range(rng.randint(1, 3))]
         return (period * 20)[: rng.randint(1, 40)]
@@ -74,7 +95,9 @@ def check_clean(scheduler: Scheduler) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_random_schedules_equal_the_slow_reference(model, seed):
-    """Arrivals, lengths, mixed sampling, stops, aborts, priorities with preemption, shared prefixes; B, k, chunks."""
+    """Arrivals, lengths, mixed sampling, stops, aborts, priorities with preemption, shared
+    prefixes; B, k, chunks.
+    """
     rng = random.Random(seed)
     eos = rng.sample(range(64), 2)
     scheduler = Scheduler(
@@ -90,7 +113,11 @@ def test_random_schedules_equal_the_slow_reference(model, seed):
             todo -= 1
             prompt = random_prompt(rng, texts)
             texts.append(prompt)
-            requests.append(scheduler.add(Request(prompt, random_params(rng), priority=rng.choice([0, 0, 0, 1, -1]))))
+            requests.append(
+                scheduler.add(
+                    Request(prompt, random_params(rng), priority=rng.choice([0, 0, 0, 1, -1]))
+                )
+            )
             if todo == 0:
                 break
         if requests and rng.random() < 0.1:
@@ -117,13 +144,17 @@ def test_random_schedules_equal_the_slow_reference(model, seed):
 
 
 def simple(model, **options) -> Scheduler:
-    return Scheduler(model, **{"compile": False, "max_seq_length": SIZE, "max_batch_size": 2, **options})
+    return Scheduler(
+        model, **{"compile": False, "max_seq_length": SIZE, "max_batch_size": 2, **options}
+    )
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 5])
 @pytest.mark.parametrize("run_async", [False, True])
 def test_max_new_tokens_is_scheduled_exactly(model, limit, run_async):
-    """Without drafts a request takes exactly max_new_tokens steps, none wasted ahead (vLLM test_async_scheduler)."""
+    """Without drafts a request takes exactly max_new_tokens steps, none wasted ahead (vLLM
+    test_async_scheduler).
+    """
     scheduler = simple(model, spec="none", k=2, run_async=run_async)
     requests = [scheduler.add(Request([5, 6, 7], SamplingParams(max_new_tokens=limit)))]
     scheduler.step()
@@ -135,9 +166,13 @@ def test_max_new_tokens_is_scheduled_exactly(model, limit, run_async):
 
 
 def test_ten_requests_aborted_in_a_mixed_order_with_steps_in_flight(model):
-    """vLLM: the request aborted i-th has the tokens delivered by then, no more, and the others are unaffected."""
+    """vLLM: the request aborted i-th has the tokens delivered by then, no more, and the others are
+    unaffected.
+    """
     scheduler = simple(model, spec="none", k=0, max_batch_size=10)
-    requests = [scheduler.add(Request([i + 1, i + 2], SamplingParams(max_new_tokens=20))) for i in range(10)]
+    requests = [
+        scheduler.add(Request([i + 1, i + 2], SamplingParams(max_new_tokens=20))) for i in range(10)
+    ]
     scheduler.step()
     scheduler.step()
     for i, victim in enumerate([0, 8, 3, 1, 6, 4, 2, 5, 7, 9]):
@@ -182,7 +217,9 @@ def test_a_second_turn_reuses_the_first_with_its_answer(model):
 
 
 def test_a_fully_cached_prompt_still_decodes_its_last_token(model):
-    """nano-vllm 144 and 199: a prompt that is cached in full, and one that is a multiple of the block, crashed."""
+    """nano-vllm 144 and 199: a prompt that is cached in full, and one that is a multiple of the
+    block, crashed.
+    """
     scheduler, prompt = simple(model, prefill_chunk_size=16, max_batch_size=1), list(range(1, 33))
     a, b = [scheduler.add(Request(prompt, SamplingParams(max_new_tokens=5))) for _ in range(2)]
     scheduler.run()
@@ -203,11 +240,16 @@ def test_the_cache_may_end_inside_a_draft(model):
     scheduler = simple(model, k=5, max_batch_size=1)
     r = scheduler.add(Request([7] * 60, SamplingParams(max_new_tokens=SIZE - 60)))
     scheduler.run()
-    assert len(r.tokens) == SIZE and r.token_ids == reference(model, r.prompt_token_ids, r.params, [])[0]
+    assert (
+        len(r.tokens) == SIZE
+        and r.token_ids == reference(model, r.prompt_token_ids, r.params, [])[0]
+    )
 
 
 def test_a_shorter_second_request_on_a_used_slot(model):
-    """llama.cpp 27852, 21233: the slot's earlier text must not draft for, or be read by, the next request."""
+    """llama.cpp 27852, 21233: the slot's earlier text must not draft for, or be read by, the next
+    request.
+    """
     scheduler = simple(model, max_batch_size=1)
     scheduler.add(Request([3, 1, 4, 1, 5] * 10, SamplingParams(max_new_tokens=20)))
     r = scheduler.add(Request([3, 1], SamplingParams(max_new_tokens=20)))
@@ -216,8 +258,13 @@ def test_a_shorter_second_request_on_a_used_slot(model):
 
 
 def test_cancel_and_retry_with_a_shared_prefix_leaves_others_alone(model):
-    """SGLang 23392: shared prefix, cancellation and retry corrupted the KV rows of unrelated requests."""
-    scheduler, prefix = simple(model, max_batch_size=3, prefill_chunk_size=4, max_prefill_tokens=4), list(range(1, 30))
+    """SGLang 23392: shared prefix, cancellation and retry corrupted the KV rows of unrelated
+    requests.
+    """
+    scheduler, prefix = (
+        simple(model, max_batch_size=3, prefill_chunk_size=4, max_prefill_tokens=4),
+        list(range(1, 30)),
+    )
     other = scheduler.add(Request([9, 9, 8], SamplingParams(max_new_tokens=40)))
     for i in range(8):
         victim = scheduler.add(Request(prefix + [i], SamplingParams(max_new_tokens=10)))
@@ -231,11 +278,20 @@ def test_cancel_and_retry_with_a_shared_prefix_leaves_others_alone(model):
 
 
 @pytest.mark.parametrize("cap, reason, n", [(5, "stop", 3), (2, "length", 2), (3, "stop", 3)])
-def test_the_earlier_of_stop_and_limit_inside_an_accepted_run_wins(model, cap, reason, n, monkeypatch):
-    """SGLang 31599: the cap was checked before the stop: wrong reason, tokens after the stop leaked."""
-    runs = (([t] * 3, reference(model, [t] * 3, SamplingParams(max_new_tokens=6), [])[0]) for t in range(64))
+def test_the_earlier_of_stop_and_limit_inside_an_accepted_run_wins(
+    model, cap, reason, n, monkeypatch
+):
+    """SGLang 31599: the cap was checked before the stop: wrong reason, tokens after the stop
+    leaked.
+    """
+    runs = (
+        ([t] * 3, reference(model, [t] * 3, SamplingParams(max_new_tokens=6), [])[0])
+        for t in range(64)
+    )
     prompt, run = next((p, out) for p, out in runs if len(set(out[:3])) == 3)
-    monkeypatch.setattr("scheduler.propose", lambda tokens, length, k, *_: torch.tensor([run[:k]]))  # all right
+    monkeypatch.setattr(
+        "scheduler.propose", lambda tokens, length, k, *_: torch.tensor([run[:k]])
+    )  # all right
     scheduler = simple(model, k=5, max_batch_size=1)
     r = scheduler.add(Request(prompt, SamplingParams(max_new_tokens=cap, stop_token_ids=(run[2],))))
     scheduler.run()
@@ -245,7 +301,9 @@ def test_the_earlier_of_stop_and_limit_inside_an_accepted_run_wins(model, cap, r
 
 @pytest.mark.parametrize("k", range(1, 9))
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("prompt", [[3], [7] * 20, [1, 2] * 10, [1, 2, 3] * 8, [5, 1, 2, 9, 5, 1, 2]])
+@pytest.mark.parametrize(
+    "prompt", [[3], [7] * 20, [1, 2] * 10, [1, 2, 3] * 8, [5, 1, 2, 9, 5, 1, 2]]
+)
 def test_ngram_equals_none_for_every_k(model, k, temperature, prompt):
     params = SamplingParams(max_new_tokens=30, temperature=temperature, seed=11)
     scheduler = simple(model, k=k, max_batch_size=1)
@@ -265,7 +323,13 @@ def test_no_draft_changes_a_token(model, name, monkeypatch):
         right = truth[(length[:, None] + torch.arange(k)).clamp(max=len(truth) - 1)]
         wrong = (right + 1) % 64
         middle = torch.where(torch.arange(k) < k // 2, right, wrong)
-        return {"wrong": wrong, "right": right, "missing": right * 0 - 1, "mixed": middle, "zero": right * 0}[name]
+        return {
+            "wrong": wrong,
+            "right": right,
+            "missing": right * 0 - 1,
+            "mixed": middle,
+            "zero": right * 0,
+        }[name]
 
     monkeypatch.setattr("scheduler.propose", propose)
     scheduler = simple(model, k=4, max_batch_size=1)
@@ -288,7 +352,9 @@ def test_on_tokens_may_end_a_request_and_nothing_follows(model):
     r = scheduler.add(Request([7] * 20, SamplingParams(max_new_tokens=50), on_tokens=stop))
     scheduler.run()
     scheduler.step()
-    assert len(r.token_ids) == 7 and r.finish_reason == "stop" and r.stats.total_num_output_tokens == 7
+    assert (
+        len(r.token_ids) == 7 and r.finish_reason == "stop" and r.stats.total_num_output_tokens == 7
+    )
     assert r.token_ids == reference(model, [7] * 20, r.params, [])[0][:7]
     check_clean(scheduler)
 
@@ -301,7 +367,9 @@ def test_an_exception_inside_a_step_reaches_the_caller_and_nothing_hangs(model, 
         raise RuntimeError("boom")
 
     monkeypatch.setattr("scheduler.decode_step", fail)
-    worker = threading.Thread(target=lambda: pytest.raises(RuntimeError, scheduler.run, match="boom"))
+    worker = threading.Thread(
+        target=lambda: pytest.raises(RuntimeError, scheduler.run, match="boom")
+    )
     worker.start()
     worker.join(20)
     assert not worker.is_alive()
@@ -317,7 +385,9 @@ def test_parameters_out_of_range_are_named():
 
 
 def test_memory_stays_flat_over_many_requests():
-    """Nothing is kept of finished requests: the number of live tensors after 40 requests is that after 20."""
+    """Nothing is kept of finished requests: the number of live tensors after 40 requests is that
+    after 20.
+    """
     import gc
 
     scheduler, counts = simple(tiny_model(), max_batch_size=4), []

@@ -9,7 +9,9 @@ from spec import SpecStats, accept, keep_mask, propose, sample, seed_halves
 
 
 def search(text: list[int], k: int, ngram_min: int, ngram_max: int) -> list[int]:
-    """Plain Python: longest n first, most recent occurrence, reading on from the draft itself past the end."""
+    """Plain Python: longest n first, most recent occurrence, reading on from the draft itself past
+    the end.
+    """
     for n in range(ngram_max, ngram_min - 1, -1):
         for start in range(len(text) - n - 1, -1, -1):
             if n < len(text) and text[start : start + n] == text[-n:]:
@@ -20,7 +22,9 @@ def search(text: list[int], k: int, ngram_min: int, ngram_max: int) -> list[int]
     return [-1] * k
 
 
-def propose_one(text: list[int], k: int, ngram_min: int, ngram_max: int, size: int = 64) -> list[int]:
+def propose_one(
+    text: list[int], k: int, ngram_min: int, ngram_max: int, size: int = 64
+) -> list[int]:
     tokens = torch.full((1, size), 7)  # junk beyond the text must not matter
     tokens[0, : len(text)] = torch.tensor(text)
     return propose(tokens, torch.tensor([len(text)]), k, ngram_min, ngram_max)[0].tolist()
@@ -30,7 +34,12 @@ def test_propose_equals_plain_search_on_random_texts():
     rng = random.Random(0)
     for _ in range(1500):
         low = rng.randint(1, 4)
-        high, k, vocabulary, B = rng.randint(low, 5), rng.randint(1, 7), rng.choice([1, 2, 3, 6]), rng.randint(1, 4)
+        high, k, vocabulary, B = (
+            rng.randint(low, 5),
+            rng.randint(1, 7),
+            rng.choice([1, 2, 3, 6]),
+            rng.randint(1, 4),
+        )
         texts = [[rng.randrange(vocabulary) for _ in range(rng.randint(1, 30))] for _ in range(B)]
         tokens = torch.randint(0, vocabulary, (B, 33))
         for row, text in enumerate(texts):
@@ -49,8 +58,20 @@ def test_propose_equals_plain_search_on_random_texts():
         ([1, 2, 3, 4, 1, 2, 3], 3, 4, 2, [4, 1]),
         ([2, 3, 4, 5, 1, 2, 3, 4, 1, 2, 3, 4], 3, 4, 2, [1, 2]),  # the 4-gram wins over 2 3 4 -> 5
         ([3, 4, 5, 2, 3, 4, 1, 2, 3, 4], 2, 4, 2, [1, 2]),
-        ([1, 2, 3, 4, 50, 51, 2, 3, 4, 60, 61, 1, 2, 3, 4], 3, 4, 2, [50, 51]),  # longer beats more recent
-        ([1, 2, 3, 100, 1, 2, 3, 200, 1, 2, 3, 300, 1, 2, 3], 3, 3, 2, [300, 1]),  # most recent on ties
+        (
+            [1, 2, 3, 4, 50, 51, 2, 3, 4, 60, 61, 1, 2, 3, 4],
+            3,
+            4,
+            2,
+            [50, 51],
+        ),  # longer beats more recent
+        (
+            [1, 2, 3, 100, 1, 2, 3, 200, 1, 2, 3, 300, 1, 2, 3],
+            3,
+            3,
+            2,
+            [300, 1],
+        ),  # most recent on ties
         ([1, 2, 3, 4, 5], 2, 2, 2, [-1, -1]),
         ([5, 6], 2, 2, 2, [-1, -1]),
         ([1, 2, 1, 2], 2, 2, 3, [1, 2, 1]),  # reads on from itself
@@ -108,7 +129,10 @@ def test_sampling_follows_the_exact_distribution(temperature, top_k, top_p, min_
     q = exact(logits, temperature, top_k, top_p, min_p)
     mask = keep_mask(logits[None, None] / temperature, *[f[:1] for f in filters])[0, 0]
     assert mask.tolist() == (q > 0).tolist()
-    for counts in (torch.bincount(drawn.flatten(), minlength=12), torch.bincount(drawn[:, 2], minlength=12)):
+    for counts in (
+        torch.bincount(drawn.flatten(), minlength=12),
+        torch.bincount(drawn[:, 2], minlength=12),
+    ):
         assert counts[q == 0].sum() == 0
         expected = q[q > 0] * counts.sum()
         chi = ((counts[q > 0] - expected) ** 2 / expected).sum().item()
@@ -117,7 +141,9 @@ def test_sampling_follows_the_exact_distribution(temperature, top_k, top_p, min_
 
 
 def test_noise_of_neighbouring_positions_and_seeds_is_independent():
-    """Pairs of draws follow the product distribution (vLLM 9441: parallel seeds gave related texts)."""
+    """Pairs of draws follow the product distribution (vLLM 9441: parallel seeds gave related
+    texts).
+    """
     logits, B = torch.zeros(4), 20000
     seed = torch.tensor([seed_halves(i) for i in range(B)], dtype=torch.int32)
     x = sample(logits.expand(B, 2, -1), torch.arange(2).expand(B, 2), torch.ones(B), seed, None)
@@ -128,7 +154,9 @@ def test_noise_of_neighbouring_positions_and_seeds_is_independent():
 
 
 def test_sample_is_a_function_of_seed_and_position_only():
-    """Not of the row, the batch or what was drawn before (onnxruntime-genai: generator state and rejected rows)."""
+    """Not of the row, the batch or what was drawn before (onnxruntime-genai: generator state and
+    rejected rows).
+    """
     torch.manual_seed(0)
     logits, seed = torch.randn(3, 4, 50), torch.tensor([seed_halves(7)] * 3, dtype=torch.int32)
     positions, hot = torch.arange(20, 24).expand(3, 4), torch.ones(3)
@@ -145,9 +173,16 @@ def test_temperature_zero_is_argmax_also_beside_sampled_rows():
 
 
 def test_statistics_count_what_the_user_gets():
-    """vLLM's facts: drafts, draft tokens, accepted, per position; undrafted steps count in tokens per step."""
+    """vLLM's facts: drafts, draft tokens, accepted, per position; undrafted steps count in tokens
+    per step.
+    """
     stats = SpecStats()
-    for emitted, drafted, accepted in [(4, 3, 3), (2, 3, 1), (1, 0, 0), (2, 3, 3)]:  # the last was cut by a stop
+    for emitted, drafted, accepted in [
+        (4, 3, 3),
+        (2, 3, 1),
+        (1, 0, 0),
+        (2, 3, 3),
+    ]:  # the last was cut by a stop
         stats.add_step(emitted, drafted, accepted)
     assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 9, 6)
     assert stats.accepted_per_position == [3, 2, 1]

@@ -1,5 +1,6 @@
 """Properties of tokenizer.py: ids as the reference libraries give them, text that survives the
 trip, control tokens that only a template can write, and streams that add up."""
+
 import base64
 import json
 import random
@@ -13,17 +14,27 @@ from checkpoint import gguf_reader, resolve
 from tokenizer import TokenizerError, load_tokenizer
 
 TEXTS = [
-    "Hello, world!", "x", " ", "   leading and trailing   ", "\n\n\t tabs\r\n\r\n  end\n",
+    "Hello, world!",
+    "x",
+    " ",
+    "   leading and trailing   ",
+    "\n\n\t tabs\r\n\r\n  end\n",
     "\x00\x1b",
-    "In 2024 it cost 1234567.89, or 007; ½ Ⅷ ٣", "I'll say we're done, it's O'Neil's",
-    "👩‍👩‍👧‍👦 🎉 🇳🇴 e\u0301 \u00e9", "日本語と中文、한국어",
+    "In 2024 it cost 1234567.89, or 007; ½ Ⅷ ٣",
+    "I'll say we're done, it's O'Neil's",
+    "👩‍👩‍👧‍👦 🎉 🇳🇴 e\u0301 \u00e9",
+    "日本語と中文、한국어",
     "def f(x):\n    return {'a': [x ** 2, -1]}  # ok",
-    "a\u2028b\u00a0c\ufeffd", "<|not_a_token|> </s> <s>", "\ue000\U000f0000\U000f0001",
+    "a\u2028b\u00a0c\ufeffd",
+    "<|not_a_token|> </s> <s>",
+    "\ue000\U000f0000\U000f0001",
 ]
 ALPHABET = "ab Z09\n\t.,'<|>_" + "éß\u0301\u200dЖאع中本🎉\U0001f469½٣\ue000\U000f0000"
-CHATML = ("{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim "
-          "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
-          "{{ '<|im_start|>assistant\n' }}{% endif %}")
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] | trim "
+    "+ '<|im_end|>\n' }}{% endfor %}{% if add_generation_prompt %}"
+    "{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 
 
 def random_texts(count=200):
@@ -40,13 +51,20 @@ def smollm():
 def reference():
     """SmolLM2 with the pre-tokenizer and added tokens of its own tokenizer.json."""
     fields = gguf_reader(str(resolve("smollm2"))).fields
-    tokens, merges, types = (fields["tokenizer.ggml." + name].contents()
-                             for name in ("tokens", "merges", "token_type"))
-    library = tokenizers.Tokenizer(models.BPE({text: i for i, text in enumerate(tokens)},
-                                              [tuple(m.split(" ")) for m in merges]))
-    library.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Digits(individual_digits=True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)])
+    tokens, merges, types = (
+        fields["tokenizer.ggml." + name].contents() for name in ("tokens", "merges", "token_type")
+    )
+    library = tokenizers.Tokenizer(
+        models.BPE(
+            {text: i for i, text in enumerate(tokens)}, [tuple(m.split(" ")) for m in merges]
+        )
+    )
+    library.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
     library.decoder = decoders.ByteLevel()
     library.add_special_tokens([t for t, kind in zip(tokens, types) if kind == 3])
     return library
@@ -87,9 +105,16 @@ def spm(tmp_path_factory):
     corpus = folder / "corpus.txt"
     corpus.write_text("the cat sat on the mat and the dog sat on the log\n" * 40)
     sentencepiece.SentencePieceTrainer.train(
-        input=str(corpus), model_prefix=str(folder / "tokenizer"), vocab_size=300,
-        model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, hard_vocab_limit=False, minloglevel=2)
+        input=str(corpus),
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=300,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        hard_vocab_limit=False,
+        minloglevel=2,
+    )
     return folder / "tokenizer.model"
 
 
@@ -97,11 +122,19 @@ def spm(tmp_path_factory):
 def llama3(tmp_path_factory):
     folder = tmp_path_factory.mktemp("llama3")
     tokens = [bytes([b]) for b in range(256)] + [b"he", b"ll", b"hell", b"hello", b" w", b"12"]
-    (folder / "tokenizer.model").write_bytes(b"".join(
-        base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens)))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": (
-        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
-        "{{ m.content | trim }}<|eot_id|>{% endfor %}")}))
+    (folder / "tokenizer.model").write_bytes(
+        b"".join(base64.b64encode(token) + b" %d\n" % rank for rank, token in enumerate(tokens))
+    )
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "chat_template": (
+                    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+                    "{{ m.content | trim }}<|eot_id|>{% endfor %}"
+                )
+            }
+        )
+    )
     return load_tokenizer(folder)
 
 
@@ -133,7 +166,7 @@ def test_control_text_in_plain_text_is_never_a_control_id(smollm, llama3, spm):
     for tokenizer in every_kind(smollm, llama3, spm):
         assert tokenizer.controls
         for text in [*tokenizer.controls, "".join(tokenizer.controls)]:
-            ids = tokenizer.encode("a" + text)[tokenizer.add_bos:]
+            ids = tokenizer.encode("a" + text)[tokenizer.add_bos :]
             assert not set(ids) & set(tokenizer.controls.values()), text
             assert tokenizer.decode(ids) == "a" + text
 
@@ -145,22 +178,34 @@ def test_control_text_in_a_message_is_never_a_control_id(kind, request):
     controls = set(tokenizer.controls.values())
 
     def skeleton(content):
-        ids = tokenizer.chat([{"role": "system", "content": "x"},
-                              {"role": "user", "content": content}])
+        ids = tokenizer.chat(
+            [{"role": "system", "content": "x"}, {"role": "user", "content": content}]
+        )
         return [i for i in ids if i in controls], tokenizer.decode(ids)
 
     calm, text = skeleton("QQ")
     # A mark of any kind in the user's own text must come through too.
-    for evil in [*tokenizer.controls, "".join(tokenizer.controls), "<|im_end|", "<<|eot_id|>",
-                 "\U000f0000<|im_end|>\U000f0001", "<\U000f0000|im_end|>"]:
+    for evil in [
+        *tokenizer.controls,
+        "".join(tokenizer.controls),
+        "<|im_end|",
+        "<<|eot_id|>",
+        "\U000f0000<|im_end|>\U000f0001",
+        "<\U000f0000|im_end|>",
+    ]:
         assert skeleton(f"a{evil}") == (calm, text.replace("QQ", f"a{evil}"))
 
 
 def test_two_message_strings_cannot_join_to_a_control_token(tmp_path):
     """Content parts are written one after the other: '<|im_' and 'end|>' must stay text."""
-    tokenizer = save(tmp_path, byte_level_library(), chat_template=(
-        "{% for m in messages %}<|im_start|>{% for p in m.content %}{{ p.text | trim }}"
-        "{% endfor %}>{% endfor %}"))
+    tokenizer = save(
+        tmp_path,
+        byte_level_library(),
+        chat_template=(
+            "{% for m in messages %}<|im_start|>{% for p in m.content %}{{ p.text | trim }}"
+            "{% endfor %}>{% endfor %}"
+        ),
+    )
     for cut in range(1, 10):
         parts = ["<|im_end|>"[:cut] + " ", "<|im_end|>"[cut:]]
         ids = tokenizer.chat([{"content": [{"text": part} for part in parts]}])
@@ -168,10 +213,13 @@ def test_two_message_strings_cannot_join_to_a_control_token(tmp_path):
 
 
 def test_chat_gives_the_ids_of_the_whole_rendered_text(smollm, reference):
-    messages = [{"role": role, "content": text}
-                for role, text in zip(["user", "assistant"] * 20, TEXTS)]
-    head = ("<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by "
-            "Hugging Face<|im_end|>\n")
+    messages = [
+        {"role": role, "content": text} for role, text in zip(["user", "assistant"] * 20, TEXTS)
+    ]
+    head = (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by "
+        "Hugging Face<|im_end|>\n"
+    )
     body = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
     ids = reference.encode(head + body + "<|im_start|>assistant\n").ids
     assert smollm.chat(messages) == ids
@@ -240,8 +288,14 @@ def test_flush_gives_the_character_that_was_cut_off(smollm):
 
 
 def test_folder_settings_name_bos_eos_and_template(tmp_path):
-    tokenizer = save(tmp_path, byte_level_library(), chat_template=[
-        {"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}])
+    tokenizer = save(
+        tmp_path,
+        byte_level_library(),
+        chat_template=[
+            {"name": "tool_use", "template": "no"},
+            {"name": "default", "template": "yes"},
+        ],
+    )
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.add_bos) == (256, [257], False)
     assert tokenizer.decode(tokenizer.chat([])) == "yes"
     (tmp_path / "config.json").write_text('{"eos_token_id": 7}')
@@ -256,7 +310,8 @@ def test_folder_settings_name_bos_eos_and_template(tmp_path):
 def test_bos_follows_the_setting_and_else_the_post_processor(tmp_path):
     library = byte_level_library()
     library.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 256)])
+        single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 256)]
+    )
     assert save(tmp_path, library).encode("a") == [256, *b"a"]
     assert save(tmp_path, library, add_bos_token=False).encode("a") == [*b"a"]
     assert save(tmp_path, byte_level_library(), add_bos_token=True).encode("a") == [256, *b"a"]
@@ -276,12 +331,20 @@ def test_space_before_the_prompt_is_not_repeated_after_control_tokens(tmp_path):
     vocab |= {c: len(vocab) + n for n, c in enumerate("\u2581abc")}
     library = tokenizers.Tokenizer(models.BPE(vocab, [], byte_fallback=True))
     library.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
-    library.decoder = decoders.Sequence([
-        decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
-        decoders.Strip(" ", 1, 0)])
+    library.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     library.add_special_tokens(["<s>", "</s>"])
-    tokenizer = save(tmp_path, library, chat_template=(
-        "{% for m in messages %}a{{ m.content }}</s>{% endfor %}b"))
+    tokenizer = save(
+        tmp_path,
+        library,
+        chat_template=("{% for m in messages %}a{{ m.content }}</s>{% endfor %}b"),
+    )
     ids = library.encode("aab c</s>aé</s>b").ids
     assert tokenizer.chat([{"content": "ab c"}, {"content": "é"}]) == ids
     for text in ("ab", "a b", "日本"):  # not " a": Metaspace gives it the same ids as "a"
@@ -293,13 +356,17 @@ def test_missing_template_is_an_error(tmp_path):
         save(tmp_path, byte_level_library()).chat([{"role": "user", "content": "x"}])
 
 
-@pytest.mark.parametrize("template, reason", [
-    ("{% if %}", "TemplateSyntaxError"),
-    ("{{ raise_exception('roles must\nalternate') }}", r"roles must\\nalternate"),
-    ("{{ messages[0]['content'] + 1 }}", "TypeError"),
-    ("{{ messages[0].content.__class__.__mro__ }}", "SecurityError"),
-    ("{{ messages.append(1) }}", "SecurityError"),
-    ("{{ raise_exception.__globals__.keys() }}", "SecurityError")])
+@pytest.mark.parametrize(
+    "template, reason",
+    [
+        ("{% if %}", "TemplateSyntaxError"),
+        ("{{ raise_exception('roles must\nalternate') }}", r"roles must\\nalternate"),
+        ("{{ messages[0]['content'] + 1 }}", "TypeError"),
+        ("{{ messages[0].content.__class__.__mro__ }}", "SecurityError"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{{ raise_exception.__globals__.keys() }}", "SecurityError"),
+    ],
+)
 def test_template_that_fails_or_reaches_out_of_its_sandbox_is_an_error(tmp_path, template, reason):
     tokenizer = save(tmp_path, byte_level_library(), chat_template=template)
     with pytest.raises(TokenizerError, match=reason) as error:
@@ -308,21 +375,29 @@ def test_template_that_fails_or_reaches_out_of_its_sandbox_is_an_error(tmp_path,
 
 
 def test_template_gets_the_tools_that_templates_use(tmp_path):
-    tokenizer = save(tmp_path, byte_level_library(), chat_template=(
-        "{% for m in messages %}\n    {% if m.content is not string %}{% continue %}{% endif %}"
-        "{{ m | tojson }}{% endfor %}{{ strftime_now('%Y') | length }}"))
+    tokenizer = save(
+        tmp_path,
+        byte_level_library(),
+        chat_template=(
+            "{% for m in messages %}\n    {% if m.content is not string %}{% continue %}{% endif %}"
+            "{{ m | tojson }}{% endfor %}{{ strftime_now('%Y') | length }}"
+        ),
+    )
     messages = [{"content": "<é> & '</s>'"}, {"content": [1]}]
     assert tokenizer.decode(tokenizer.chat(messages)) == '{"content": "<é> & \'</s>\'"}4'
 
 
 def fake_gguf(monkeypatch, **values):
     """Metadata only, as the reader gives it."""
+
     class Field:
         def __init__(self, value):
             self.contents = lambda: value
 
-    fields = {"tokenizer." + name.replace("ggml_", "ggml."): Field(value)
-              for name, value in values.items()}
+    fields = {
+        "tokenizer." + name.replace("ggml_", "ggml."): Field(value)
+        for name, value in values.items()
+    }
     reader = type("Reader", (), {"fields": fields})
     monkeypatch.setattr("checkpoint.gguf_reader", lambda path: reader)
     return load_tokenizer("x.gguf")
@@ -332,15 +407,29 @@ TOKENS = [*byte_tokens(), "12", "123", "1234", "<s>", "<tool>", "éé", "raw 日
 
 
 def small_gguf(monkeypatch, pre):
-    return fake_gguf(monkeypatch, ggml_model="gpt2", ggml_pre=pre, ggml_tokens=TOKENS,
-                     ggml_merges=["1 2", "12 3", "123 4"],
-                     ggml_token_type=[1] * 259 + [3, 4, 4, 1, 1], ggml_bos_token_id=259,
-                     ggml_eos_token_id=259, ggml_eot_token_id=260, ggml_add_bos_token=False)
+    return fake_gguf(
+        monkeypatch,
+        ggml_model="gpt2",
+        ggml_pre=pre,
+        ggml_tokens=TOKENS,
+        ggml_merges=["1 2", "12 3", "123 4"],
+        ggml_token_type=[1] * 259 + [3, 4, 4, 1, 1],
+        ggml_bos_token_id=259,
+        ggml_eos_token_id=259,
+        ggml_eot_token_id=260,
+        ggml_add_bos_token=False,
+    )
 
 
 def test_gguf_pre_tokenizer_decides_how_digits_are_cut(monkeypatch):
-    digits = {"smollm": [*b"1234"], "qwen2": [*b"1234"], "llama-bpe": [257, *b"4"],
-              "llama3": [257, *b"4"], "gpt-2": [258], "default": [257, *b"4"]}
+    digits = {
+        "smollm": [*b"1234"],
+        "qwen2": [*b"1234"],
+        "llama-bpe": [257, *b"4"],
+        "llama3": [257, *b"4"],
+        "gpt-2": [258],
+        "default": [257, *b"4"],
+    }
     for pre, ids in digits.items():
         assert small_gguf(monkeypatch, pre).encode("1234") == ids, pre
 
@@ -356,8 +445,14 @@ def test_gguf_pre_tokenizer_decides_on_unmerged_words_and_normal_forms(monkeypat
 def test_gguf_bos_is_added_as_the_file_says_and_else_for_llama3_only(monkeypatch):
     for pre in ("gpt-2", "llama-bpe"):
         assert not small_gguf(monkeypatch, pre).add_bos
-        tokenizer = fake_gguf(monkeypatch, ggml_model="gpt2", ggml_pre=pre, ggml_tokens=TOKENS,
-                              ggml_merges=[], ggml_bos_token_id=259)
+        tokenizer = fake_gguf(
+            monkeypatch,
+            ggml_model="gpt2",
+            ggml_pre=pre,
+            ggml_tokens=TOKENS,
+            ggml_merges=[],
+            ggml_bos_token_id=259,
+        )
         assert tokenizer.add_bos == (pre == "llama-bpe")
 
 
@@ -370,10 +465,19 @@ def test_tokens_that_are_plain_text_in_a_byte_level_vocabulary_decode_to_it(monk
 
 
 def test_unknown_kinds_and_broken_files_are_one_line_errors(tmp_path, monkeypatch):
-    for values, name in (({"ggml_model": "gpt2", "ggml_pre": "tekken"}, "tekken"),
-                         ({"ggml_model": "rwkv"}, "rwkv"),
-                         ({"ggml_model": "gpt2", "ggml_pre": "gpt-2", "ggml_tokens": ["a"],
-                           "ggml_merges": ["a b"]}, "cannot load")):
+    for values, name in (
+        ({"ggml_model": "gpt2", "ggml_pre": "tekken"}, "tekken"),
+        ({"ggml_model": "rwkv"}, "rwkv"),
+        (
+            {
+                "ggml_model": "gpt2",
+                "ggml_pre": "gpt-2",
+                "ggml_tokens": ["a"],
+                "ggml_merges": ["a b"],
+            },
+            "cannot load",
+        ),
+    ):
         with pytest.raises(TokenizerError, match=name):
             fake_gguf(monkeypatch, **values)
     with pytest.raises(TokenizerError, match="no tokenizer.json"):
