@@ -134,10 +134,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
     """Reads the tokenizer of a checkpoint folder or of a .gguf file.
     Raises TokenizerError if there is none, if it is broken, or if its kind is not known here."""
     if gguf := str(path).endswith(".gguf"):
-        from checkpoint import gguf_reader  # outside the try: its own errors name the file
-        fields = gguf_reader(str(path)).fields
+        from checkpoint import read_gguf  # outside the try: its own errors name the file
+        metadata = read_gguf(str(path))[0]
     try:
-        return _from_gguf(fields) if gguf else _from_folder(Path(path))
+        return _from_gguf(metadata) if gguf else _from_folder(Path(path))
     except Exception as e:  # the libraries raise whatever they like on a broken file
         raise TokenizerError(f"{path}: cannot load the tokenizer: {e!r}") from e
 
@@ -164,10 +164,10 @@ def _from_folder(folder: Path) -> Tokenizer:
     return (_from_tiktoken if tiktoken else _from_sentencepiece)(data, *rest)
 
 
-def _from_gguf(fields) -> Tokenizer:
+def _from_gguf(metadata) -> Tokenizer:
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
-    get = {name.removeprefix("tokenizer.").removeprefix("ggml."): field.contents()
-           for name, field in fields.items() if name.startswith("tokenizer.")}.get
+    get = {name.removeprefix("tokenizer.").removeprefix("ggml."): value
+           for name, value in metadata.items() if name.startswith("tokenizer.")}.get
     tokens, types, pre = get("tokens", []), get("token_type", []), get("pre", "default")
     if get("model") != "gpt2" or pre not in PRE_TOKENIZERS:
         raise TokenizerError(f"a GGUF tokenizer {get('model')!r} with pre-tokenizer {pre!r} is "

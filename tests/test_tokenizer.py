@@ -10,7 +10,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from checkpoint import gguf_reader, resolve
+from checkpoint import read_gguf, resolve
 from tokenizer import TokenizerError, load_tokenizer
 
 TEXTS = [
@@ -50,9 +50,9 @@ def smollm():
 @pytest.fixture(scope="module")
 def reference():
     """SmolLM2 with the pre-tokenizer and added tokens of its own tokenizer.json."""
-    fields = gguf_reader(str(resolve("smollm2"))).fields
+    metadata = read_gguf(str(resolve("smollm2")))[0]
     tokens, merges, types = (
-        fields["tokenizer.ggml." + name].contents() for name in ("tokens", "merges", "token_type")
+        metadata["tokenizer.ggml." + name] for name in ("tokens", "merges", "token_type")
     )
     library = tokenizers.Tokenizer(
         models.BPE(
@@ -390,16 +390,8 @@ def test_template_gets_the_tools_that_templates_use(tmp_path):
 def fake_gguf(monkeypatch, **values):
     """Metadata only, as the reader gives it."""
 
-    class Field:
-        def __init__(self, value):
-            self.contents = lambda: value
-
-    fields = {
-        "tokenizer." + name.replace("ggml_", "ggml."): Field(value)
-        for name, value in values.items()
-    }
-    reader = type("Reader", (), {"fields": fields})
-    monkeypatch.setattr("checkpoint.gguf_reader", lambda path: reader)
+    metadata = {"tokenizer." + name.replace("ggml_", "ggml."): x for name, x in values.items()}
+    monkeypatch.setattr("checkpoint.read_gguf", lambda path: (metadata, {}))
     return load_tokenizer("x.gguf")
 
 
