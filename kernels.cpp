@@ -1,11 +1,9 @@
 // CPU kernels: a linear layer for few rows and attention over a static KV cache.
 //
 // Both are shape-invariant by construction: every output element is one chain of float32 fused
-// multiply-adds over
-// its own row, in the order of k (or of the key), whatever the other rows are, however many there
-// are, and however
-// the rows are cut into tiles or spread over threads. Plain C interface, no torch headers: builds
-// in a second.
+// multiply-adds over its own row, in the order of k (or of the key), whatever the other rows are,
+// however many there are, and however the rows are cut into tiles or spread over threads. Plain C
+// interface, no torch headers: builds in a second.
 
 #include <omp.h>
 
@@ -15,7 +13,7 @@
 #include <vector>
 
 #ifdef __AVX512F__
-constexpr int VL = 16, MAX_ROWS = 12;  // floats per vector; rows per tile, so that 2 * MAX_ROWS sums fit the registers
+constexpr int VL = 16, MAX_ROWS = 12;  // floats per vector, rows per tile (the registers' limit)
 #else
 constexpr int VL = 8, MAX_ROWS = 6;
 #endif
@@ -29,9 +27,8 @@ typedef int32_t i8 __attribute__((vector_size(32)));
 template <class V> static inline V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
 
 // Formats of a block w [K, NB]. In bf16 two neighbours share a 32-bit lane: the even ones come out
-// in w0, the odd ones
-// in w1; `column` undoes that where the block is not packed for it (keys and values; kernels.py
-// packs weights so).
+// in w0, the odd ones in w1; `column` undoes that where the block is not packed for it (keys and
+// values; kernels.py packs weights so).
 struct BF16 {
   typedef uint16_t T;
   static inline void get(const T* w, vf& w0, vf& w1) {
@@ -70,7 +67,8 @@ static void tile(const float* x, const typename W::T* w, float* y, const int* at
 }
 
 template <class W, bool ORDER = false, int R = MAX_ROWS>
-static void tiles(int rows, const float* x, const typename W::T* w, float* y, const int* at, int K, int N) {
+static void tiles(int rows, const float* x, const typename W::T* w, float* y, const int* at, int K,
+                  int N) {
   if (rows == R) return tile<W, R, ORDER>(x, w, y, at, K, N);
   if constexpr (R > 1) tiles<W, ORDER, R - 1>(rows, x, w, y, at, K, N);
 }
@@ -84,7 +82,9 @@ static inline v8 exp8(v8 x) {
   n -= 12582912.0f;
   v8 r = x - n * 0.693359375f + n * 2.12194440e-4f;
   v8 p = 1.9875691500e-4f - v8{};
-  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f}) p = p * r + c;
+  for (float c : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f,
+                  5.0000001201e-1f})
+    p = p * r + c;
   p = p * r * r + r + 1.0f;
   return small ? v8{} : (v8)((i8)p + bits);
 }
@@ -116,8 +116,8 @@ static thread_local int step_rows = -1;
 
 // y [M, N] = prologue(x) w^T
 template <class W>
-static void linear(const float* x, const typename W::T* w, float* y, int M, int K, int N, const float* norm, float eps,
-                   bool swiglu) {
+static void linear(const float* x, const typename W::T* w, float* y, int M, int K, int N,
+                   const float* norm, float eps, bool swiglu) {
   static thread_local std::vector<float> ready_rows;
   static thread_local std::vector<int> all;
   if (M != step_rows) {
@@ -184,11 +184,11 @@ static float softmax(float* s, int64_t width, int64_t pos, int window, float sca
 }
 
 // q, out [N, T, H, E]; k [B, G, S / NB, E, NB]; v [B, G, E / NB, S, NB]; pos [N, T], -1: a padding
-// row (output 0);
-// slot [N]. Scores and weighted sums are the same tiles as the linear layer's.
+// row (output 0); slot [N]. Scores and weighted sums are the same tiles as the linear layer's.
 template <class W>
-static void attend(const float* q, const typename W::T* k, const typename W::T* v, float* out, const int64_t* pos,
-                   const int64_t* slot, int N, int T, int H, int G, int S, int E, int window, float scale) {
+static void attend(const float* q, const typename W::T* k, const typename W::T* v, float* out,
+                   const int64_t* pos, const int64_t* slot, int N, int T, int H, int G, int S,
+                   int E, int window, float scale) {
   int P = H / G, blocks = (T * P + MAX_ROWS - 1) / MAX_ROWS;
 #pragma omp parallel for schedule(dynamic)
   for (int task = 0; task < N * G * blocks; task++) {
@@ -211,8 +211,10 @@ static void attend(const float* q, const typename W::T* k, const typename W::T* 
     float inverse[MAX_ROWS], y[MAX_ROWS * NB];
     int order[MAX_ROWS];
     for (int r = 0; r < R; r++) order[r] = r;
-    for (int64_t j = 0; j < width; j += NB) tiles<W>(R, rows.data(), k + head + j * E, &scores[j], order, E, width);
-    for (int r = 0; r < R; r++) inverse[r] = softmax<W>(&scores[r * width], width, at[r], window, scale);
+    for (int64_t j = 0; j < width; j += NB)
+      tiles<W>(R, rows.data(), k + head + j * E, &scores[j], order, E, width);
+    for (int r = 0; r < R; r++)
+      inverse[r] = softmax<W>(&scores[r * width], width, at[r], window, scale);
     for (int e = 0; e < E; e += NB) {
       tiles<W, true>(R, scores.data(), v + head + (int64_t)e * S, y, order, width, NB);
       for (int r = 0; r < R; r++)
@@ -231,22 +233,19 @@ void begin_step(const int64_t* positions, int M) {
   step_rows = M;
 }
 // End the calling thread's OpenMP workers. With more workers alive than cores, libgomp stops
-// spinning at barriers and
-// every parallel region pays for waking a sleeper: 61 ms a step instead of 30, measured on 2 cores.
+// spinning at barriers and every parallel region pays for waking a sleeper: 61 ms a step instead of
+// 30, measured on 2 cores.
 void release_threads() { omp_pause_resource_all(omp_pause_soft); }
-void linear_f32(const float* x, const float* w, float* y, int M, int K, int N, const float* norm, float eps, int swiglu) {
-  linear<F32>(x, w, y, M, K, N, norm, eps, swiglu);
-}
-void linear_bf16(const float* x, const uint16_t* w, float* y, int M, int K, int N, const float* norm, float eps,
-                 int swiglu) {
-  linear<BF16>(x, w, y, M, K, N, norm, eps, swiglu);
-}
-void attend_f32(const float* q, const float* k, const float* v, float* out, const int64_t* pos, const int64_t* slot,
-                int N, int T, int H, int G, int S, int E, int window, float scale) {
-  attend<F32>(q, k, v, out, pos, slot, N, T, H, G, S, E, window, scale);
-}
-void attend_bf16(const float* q, const uint16_t* k, const uint16_t* v, float* out, const int64_t* pos,
-                 const int64_t* slot, int N, int T, int H, int G, int S, int E, int window, float scale) {
-  attend<BF16>(q, k, v, out, pos, slot, N, T, H, G, S, E, window, scale);
-}
+#define KERNELS(NAME, W)                                                                         \
+  void linear_##NAME(const float* x, const W::T* w, float* y, int M, int K, int N,                \
+                     const float* norm, float eps, int swiglu) {                                  \
+    linear<W>(x, w, y, M, K, N, norm, eps, swiglu);                                               \
+  }                                                                                               \
+  void attend_##NAME(const float* q, const W::T* k, const W::T* v, float* out, const int64_t* pos, \
+                     const int64_t* slot, int N, int T, int H, int G, int S, int E, int window,    \
+                     float scale) {                                                               \
+    attend<W>(q, k, v, out, pos, slot, N, T, H, G, S, E, window, scale);                          \
+  }
+KERNELS(f32, F32)
+KERNELS(bf16, BF16)
 }

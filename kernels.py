@@ -2,10 +2,9 @@
 model.
 
 Why not PyTorch's own kernels: a row's bits must not depend on how many other rows run beside it
-(that is what makes
-speculative and plain decoding give the same tokens), and the few-row step must read bf16 weights at
-memory speed also
-on CPUs without bf16 instructions. These kernels do both by construction; see kernels.cpp.
+(that is what makes speculative and plain decoding give the same tokens), and the few-row step must
+read bf16 weights at memory speed also on CPUs without bf16 instructions. These kernels do both by
+construction; see kernels.cpp.
 """
 
 import ctypes
@@ -22,7 +21,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-FLAGS = ["-O3", "-march=native", "-std=c++17", "-ffp-contract=fast", "-fopenmp", "-shared", "-fPIC", "-Wno-psabi"]
+FLAGS = "-O3 -march=native -std=c++17 -ffp-contract=fast -fopenmp -shared -fPIC -Wno-psabi".split()
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
@@ -35,9 +34,10 @@ def library(cache_dir: Path) -> ctypes.CDLL | None:
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     cpu = platform.machine() + platform.processor()
     if Path("/proc/cpuinfo").exists():  # a shared home folder may be seen by unlike processors
-        cpu += next((x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("flags")), "")
-    key = hashlib.sha256(source.read_bytes() + repr((FLAGS, compiler, cpu)).encode()).hexdigest()[:16]
-    target = cache_dir / f"kernels-{key}.so"
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu += next((x for x in lines if x.startswith("flags")), "")
+    key = hashlib.sha256(source.read_bytes() + repr((FLAGS, compiler, cpu)).encode())
+    target = cache_dir / f"kernels-{key.hexdigest()[:16]}.so"
     try:
         if not target.exists():
             if compiler is None:
@@ -45,7 +45,8 @@ def library(cache_dir: Path) -> ctypes.CDLL | None:
             cache_dir.mkdir(parents=True, exist_ok=True)
             partial = target.with_suffix(f".{os.getpid()}.tmp")
             try:
-                done = subprocess.run([compiler, *FLAGS, str(source), "-o", str(partial)], capture_output=True, text=True)
+                command = [compiler, *FLAGS, str(source), "-o", str(partial)]
+                done = subprocess.run(command, capture_output=True, text=True)
                 if done.returncode:
                     raise OSError((done.stderr.strip().splitlines() or ["unknown error"])[-1])
                 os.replace(partial, target)
@@ -53,31 +54,34 @@ def library(cache_dir: Path) -> ctypes.CDLL | None:
                 partial.unlink(missing_ok=True)
         return ctypes.CDLL(str(target))
     except OSError as e:
-        print(f"notice: CPU kernels not built, using torch's own (slower, identity at fixed k only): {e}", file=sys.stderr)
+        text = f"notice: CPU kernels not built ({e}): slower, and identity at fixed k only"
+        print(text, file=sys.stderr)
         return None
 
 
 _ops = torch.library.Library("ngram_spec", "DEF")
-_ops.define("linear(Tensor x, Tensor packed, int n, Tensor? norm, float eps, bool swiglu) -> Tensor")
-_ops.define("attend(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor slots, int window, float scale) -> Tensor")
+_ops.define("linear(Tensor x, Tensor w, int n, Tensor? norm, float eps, bool swiglu) -> Tensor")
+_ops.define(
+    "attend(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor slots, int window, float scale)"
+    " -> Tensor"
+)
 _ops.define("begin_step(Tensor tokens, Tensor positions) -> Tensor")
 _c: dict = {}  # C functions by name, filled by install()
 
 
-def _linear(x: Tensor, packed: Tensor, n: int, norm: Tensor | None, eps: float, swiglu: bool) -> Tensor:
+def _linear(x: Tensor, w: Tensor, n: int, norm: Tensor | None, eps: float, swiglu: bool) -> Tensor:
     y = torch.empty((*x.shape[:-1], n), dtype=torch.float32)
-    k, weight = packed.shape[1], None if norm is None else norm.data_ptr()
-    _c[packed.dtype](x.data_ptr(), packed.data_ptr(), y.data_ptr(), y.numel() // n, k, n, weight, eps, swiglu)
+    pointers = x.data_ptr(), w.data_ptr(), y.data_ptr()
+    weight = None if norm is None else norm.data_ptr()
+    _c[w.dtype](*pointers, y.numel() // n, w.shape[1], n, weight, eps, swiglu)
     return y
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, window: int, scale: float) -> Tensor:
+def _attend(q, k, v, positions, slots, window: int, scale: float) -> Tensor:
     out = torch.empty_like(q)
     N, T, H, E = q.shape
-    _c["attend", k.dtype](
-        q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), positions.data_ptr(), slots.data_ptr(),
-        N, T, H, k.shape[1], v.shape[2], E, window, scale,
-    )
+    pointers = [x.data_ptr() for x in (q, k, v, out, positions, slots)]
+    _c["attend", k.dtype](*pointers, N, T, H, k.shape[1], v.shape[2], E, window, scale)
     return out
 
 
@@ -89,9 +93,12 @@ def _begin_step(tokens: Tensor, positions: Tensor) -> Tensor:
 _ops.impl("begin_step", _begin_step, "CPU")
 _ops.impl("linear", _linear, "CPU")
 _ops.impl("attend", _attend, "CPU")
-torch.library.register_fake("ngram_spec::begin_step", lambda t, p: torch.empty_like(t), lib=_ops)
-torch.library.register_fake("ngram_spec::linear", lambda x, w, n, *rest: x.new_empty((*x.shape[:-1], n)), lib=_ops)
-torch.library.register_fake("ngram_spec::attend", lambda q, *rest: torch.empty_like(q), lib=_ops)
+for name, fake in {
+    "begin_step": lambda tokens, positions: torch.empty_like(tokens),
+    "linear": lambda x, w, n, *rest: x.new_empty((*x.shape[:-1], n)),
+    "attend": lambda q, *rest: torch.empty_like(q),
+}.items():
+    torch.library.register_fake(f"ngram_spec::{name}", fake, lib=_ops)
 
 
 def pack(weight: Tensor, block: int) -> Tensor:
@@ -106,24 +113,22 @@ def pack(weight: Tensor, block: int) -> Tensor:
 
 
 class PackedLinear(nn.Module):
-    """y = f(x) W^T (+ b) in float32 from packed weights [N / block, K, block]; f: identity, RMSNorm
+    """y = f(x) W^T in float32 from packed weights [N / block, K, block]; f: identity, RMSNorm
     or SwiGLU.
 
     Norm and SwiGLU run inside the kernel, so that their bits, too, are the same eager or compiled,
     for any row count.
     """
 
-    def __init__(self, linear: nn.Module, block: int, norm: nn.Module | None = None, swiglu: bool = False):
+    def __init__(self, linear: nn.Module, block: int, norm=None, swiglu: bool = False):
         super().__init__()
         self.n, self.swiglu, self.eps = linear.weight.shape[0], swiglu, norm.eps if norm else 0.0
-        bias = getattr(linear, "bias", None)
         self.register_buffer("packed", pack(linear.weight.data, block))
         self.register_buffer("norm", norm.weight.data.float() if norm else None)
-        self.register_buffer("bias", None if bias is None else bias.data.float())
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., K] float32 ([..., 2 K] with SwiGLU) -> [..., N] float32
-        y = torch.ops.ngram_spec.linear(x.contiguous(), self.packed, self.n, self.norm, self.eps, self.swiglu)
-        return y if self.bias is None else y + self.bias
+    def forward(self, x: Tensor) -> Tensor:  # [..., K] float32 (SwiGLU: 2 K) -> [..., N] float32
+        f = self.norm, self.eps, self.swiglu
+        return torch.ops.ngram_spec.linear(x.contiguous(), self.packed, self.n, *f)
 
 
 class PackedEmbedding(nn.Module):
@@ -152,7 +157,7 @@ def begin_step(tokens: Tensor, positions: Tensor) -> Tensor:
     return torch.ops.ngram_spec.begin_step(tokens, positions.contiguous())
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, window: int, scale: float) -> Tensor:
+def attend(q, k, v, positions, slots, window: int, scale: float) -> Tensor:
     """model.attend over a paged KVCache: q [N, T, H, E] float32, positions [N, T], slots [N] -> [N,
     T, H, E] float32.
     """
@@ -171,8 +176,7 @@ def install(model: nn.Module, cache_dir: Path) -> bool:
     """Replace a CPU model's linear layers and attention by the packed kernels, one layer at a time.
 
     Returns whether it was done: not without a compiler, nor for shapes the kernels do not serve
-    (all sizes multiples of
-    32, bfloat16 or float32), where torch's own operations stay.
+    (all sizes multiples of 32, bfloat16 or float32), where torch's own operations stay.
     """
     linears = [x for x in model.modules() if isinstance(x, nn.Linear)]
     sizes = [n for x in linears for n in x.weight.shape] + [model.args.head_dim]
@@ -183,13 +187,14 @@ def install(model: nn.Module, cache_dir: Path) -> bool:
     p, i, f = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
     for dtype, suffix in SUFFIX.items():
         _c[dtype], _c["attend", dtype] = lib["linear_" + suffix], lib["attend_" + suffix]
-        _c[dtype].argtypes, _c["attend", dtype].argtypes = [p] * 3 + [i] * 3 + [p, f, i], [p] * 6 + [i] * 7 + [f]
+        _c[dtype].argtypes = [p] * 3 + [i] * 3 + [p, f, i]
+        _c["attend", dtype].argtypes = [p] * 6 + [i] * 7 + [f]
         _c[dtype].restype = _c["attend", dtype].restype = None
     _c["release_threads"], _c["begin_step"] = lib.release_threads, lib.begin_step
     lib.begin_step.argtypes = [p, i]
     block = lib.columns_per_block()
 
-    def replace(parent: nn.Module, name: str, norm: nn.Module | None = None, swiglu: bool = False) -> None:
+    def replace(parent: nn.Module, name: str, norm=None, swiglu: bool = False) -> None:
         linear = getattr(parent, name)
         setattr(parent, name, PackedLinear(linear, block, norm, swiglu))
         linear.weight = None  # the unpacked weight goes before the next layer is packed

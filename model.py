@@ -1,9 +1,8 @@
 """The Transformer: static KV cache, one forward for prefill chunks and decode steps.
 
 Copy this file: it imports torch only. Names follow the Llama reference code, shapes are in
-comments:
-N groups of T rows each (decode: N = B slots, T = 1 + k; prefill: N = 1, T = chunk), D = dim,
-H = query heads, G = KV heads, E = head_dim, S = cache positions.
+comments: N groups of T rows each (decode: N = B slots, T = 1 + k; prefill: N = 1, T = chunk), D =
+dim, H = query heads, G = KV heads, E = head_dim, S = cache positions.
 """
 
 import math
@@ -30,7 +29,7 @@ class ModelArgs:
     vocab_size: int = 256
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # {"rope_type": "linear" | "llama3", "factor": ..., ...} as in config.json
+    rope_scaling: dict | None = None  # as in config.json: {"rope_type": "linear", "factor": 2}
     max_position: int = 2048  # context length the model was trained for, in tokens
     tie_embeddings: bool = False
 
@@ -50,13 +49,14 @@ def rope_frequencies(args: ModelArgs) -> Tensor:
     """Inverse frequencies [E / 2] float32, after the config's scaling (linear, llama3, or factors
     per frequency).
     """
-    inverse = 1.0 / args.rope_theta ** (torch.arange(0, args.head_dim, 2, dtype=torch.float32) / args.head_dim)
+    exponent = torch.arange(0, args.head_dim, 2, dtype=torch.float32) / args.head_dim
+    inverse = 1.0 / args.rope_theta**exponent
     scaling = args.rope_scaling or {"rope_type": "default"}
     if scaling["rope_type"] == "linear":
         return inverse / scaling["factor"]
     if scaling["rope_type"] == "factors":
         return inverse / torch.tensor(scaling["factors"], dtype=torch.float32)
-    if scaling["rope_type"] == "llama3":  # long wavelengths are stretched, short ones kept, those between blended
+    if scaling["rope_type"] == "llama3":  # long waves stretched, short kept, others blended
         length = scaling["original_max_position_embeddings"]
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
         turns = length * inverse / (2 * math.pi)  # full turns within the original context
@@ -71,22 +71,27 @@ def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, window: int, scale: float) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, positions: Tensor, slots: Tensor, window: int, scale: float
+) -> Tensor:
     """Row (n, t) attends to the keys 0..positions[n, t] of slot slots[n].
 
     q [N, T, H, E]; k [B, G, S, 1, E], v [B, G, S, 1, E] (KVCache); positions [N, T], -1 for a
-    padding row; slots [N] -> [N, T, H, E]. The query
-    heads of a group are folded into rows, so that keys and values are never expanded.
+    padding row; slots [N] -> [N, T, H, E]. The query heads of a group are folded into rows, so that
+    keys and values are never expanded.
     """
     k, v = k.flatten(2, 3), v.flatten(3)  # [B, G, S, E]
     (N, T, H, E), (B, G, S, _) = q.shape, k.shape
     if N != B:
         k, v = k[slots], v[slots]
     key = torch.arange(S, device=q.device)
-    mask = (key <= positions[:, :, None]) & ((key > positions[:, :, None] - window) if window else True)
-    mask |= (positions[:, :, None] < 0) & (key == 0)  # a padding row sees one key: no row may see none
-    q = q.view(N, T, G, H // G, E).permute(0, 2, 3, 1, 4).reshape(N, G, -1, E)  # [N, G, H / G * T, E]
-    out = F.scaled_dot_product_attention(q.to(k.dtype), k, v, mask.repeat(1, H // G, 1)[:, None], scale=scale)
+    at = positions[:, :, None]
+    mask = (key <= at) & (key > at - window) if window else key <= at
+    mask |= (at < 0) & (key == 0)  # a padding row sees one key: no row may see none
+    mask = mask.repeat(1, H // G, 1)[:, None]
+    q = q.view(N, T, G, H // G, E).permute(0, 2, 3, 1, 4)
+    q = q.reshape(N, G, -1, E).to(k.dtype)  # [N, G, H / G * T, E]
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
     return out.view(N, G, H // G, T, E).permute(0, 3, 1, 2, 4).reshape(N, T, H, E)
 
 
@@ -102,7 +107,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, *where: Tensor) -> Tensor:
         args, (k_cache, v_cache, rope, positions, slots) = self.args, where
         heads = [args.n_head, args.n_kv_head, args.n_kv_head]
-        q, k, v = self.wqkv(x).unflatten(-1, (-1, args.head_dim)).split(heads, dim=2)  # [N, T, heads, E]
+        qkv = self.wqkv(x).unflatten(-1, (-1, args.head_dim))  # [N, T, H + 2 G, E]
+        q, k, v = qkv.split(heads, dim=2)
         q, k = apply_rope(q, rope), apply_rope(k, rope)
         # Position -1 (padding, frozen slots) wraps around to the last row of the cache, which
         # nobody reads.
@@ -148,14 +154,14 @@ class KVCache:
     tensors, seen as
 
     keys [B, G, S / page, page, E], in memory [B, G, S / page, E, page]; values [B, G, S, E / chunk,
-    chunk], in memory
-    [B, G, E / chunk, S, chunk]. With page 1 and chunk E (model.kv_layout None) both are plain [B,
-    G, S, E]; the CPU
-    kernels want pages and chunks as wide as their vectors, so that both products of attention read
-    along memory.
+    chunk], in memory [B, G, E / chunk, S, chunk]. With page 1 and chunk E (model.kv_layout None)
+    both are plain [B, G, S, E]; the CPU kernels want pages and chunks as wide as their vectors, so
+    that both products of attention read along memory.
     """
 
-    def __init__(self, model: "Transformer", batch_size: int, size: int, dtype: torch.dtype, device="cpu"):
+    def __init__(
+        self, model: "Transformer", batch_size: int, size: int, dtype: torch.dtype, device="cpu"
+    ):
         args = model.args
         page, chunk = model.kv_layout or (1, args.head_dim)
         self.page, self.size = page, -(-size // page) * page
@@ -186,15 +192,14 @@ class Transformer(nn.Module):
         self.kv_layout: tuple[int, int] | None = None  # (page, chunk) of KVCache
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, slots: Tensor, rope: Tensor, cache: KVCache, want_logits: bool = True
-    ) -> Tensor:
+        self, tokens: Tensor, positions: Tensor, slots: Tensor, rope: Tensor, cache: KVCache,
+        want_logits: bool = True,
+    ) -> Tensor | None:  # fmt: skip
         """Write the rows' keys and values into the cache and return their logits.
 
         tokens, positions [N, T] int64 (position -1: a padding row, logits meaningless); slots [N]
-        int64: the cache row
-        of each group; rope [S, E] float32 from rope_table; -> logits [N, T, V] float32, or None
-        without `want_logits`
-        (prefill fills the cache and needs none).
+        int64: the cache row of each group; rope [S, E] float32 from rope_table; -> logits [N, T, V]
+        float32, or None without `want_logits` (prefill fills the cache and needs none).
         """
         x = self.tok_embeddings(self.begin_step(tokens, positions))  # [N, T, D]
         x = x.to(self.activation_dtype or x.dtype)

@@ -1,97 +1,26 @@
 """Batched decoding over static slots, one step ahead of its results.
 
 B slots hold B requests at most. All state that a decode step needs lives in preallocated tensors on
-the device and is
-changed there; the host only learns of it when a step's results arrive. Device work is a queue of
-jobs executed in
-order, so the host may queue step i + 1 before it reads step i (after vLLM's async scheduling, PR
-24799).
+the device and is changed there; the host only learns of it when a step's results arrive. Device
+work is a queue of jobs executed in order, so the host may queue step i + 1 before it reads step i
+(after vLLM's async scheduling, PR 24799).
 """
 
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FunctionType
-from typing import Callable
 
 import torch
 from torch import Tensor
 
 import kernels
 from model import KVCache, Transformer, rope_table
+from request import Request
 from spec import SpecStats, accept, propose, sample, seed_halves
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is decoded. Raises ValueError naming the field, the value and the limit."""
-
-    max_new_tokens: int = 256  # tokens, at least 1
-    min_new_tokens: int = 0  # no stop token before this many
-    temperature: float = 0.0  # 0: argmax
-    top_k: int = 0  # 0: off
-    top_p: float = 1.0  # 1: off
-    min_p: float = 0.0  # 0: off
-    seed: int = 0
-    stop: tuple[str, ...] = ()  # strings that end the text, not part of it
-    stop_token_ids: tuple[int, ...] = ()  # in addition to the model's own
-    ignore_eos: bool = False
-    k: int | None = None  # drafts per step for this request, at most the scheduler's k; 0: none; None: the scheduler's
-
-    def __post_init__(self):
-        object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        limits = {
-            "max_new_tokens": (1, 2**31), "min_new_tokens": (0, self.max_new_tokens), "temperature": (0, 1e4),
-            "top_k": (0, 2**31), "top_p": (1e-6, 1), "min_p": (0, 1), "seed": (-(2**63), 2**64), "k": (0, 2**31),
-        }  # fmt: skip
-        for name, (low, high) in limits.items():
-            value = getattr(self, name)
-            if value is None and name == "k":
-                continue
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not low <= value <= high:
-                raise ValueError(f"{name} is {value!r}: must be a number from {low} to {high}")
-        if "" in self.stop:
-            raise ValueError("stop contains an empty string: give at least one character")
-
-
-@dataclass(eq=False)
-class Request:
-    """One prompt on its way through the scheduler, and its result."""
-
-    prompt_token_ids: list[int]
-    params: SamplingParams = field(default_factory=SamplingParams)
-    priority: int = 0  # lower is more urgent
-    # Called per step with the new token ids and how many of them were accepted drafts (the leading
-    # ones). May return
-    # how many to keep, which ends the request ("stop").
-    on_tokens: Callable[[list[int], int], int | None] | None = None
-
-    token_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None  # stop, length, abort
-    stats: SpecStats = field(default_factory=SpecStats)
-    num_cached_tokens: int = 0  # prompt tokens whose KV rows were reused
-    num_preemptions: int = 0
-    arrival_time: float = 0.0
-    prefill_start_time: float = 0.0
-    decode_start_time: float = 0.0
-    first_token_time: float = 0.0
-    finish_time: float = 0.0
-
-    # the scheduler's own view
-    state: str = "waiting"  # waiting, prefill, decode, finished
-    order: tuple = ()  # (priority, arrival number)
-    slot: int | None = None
-    num_computed: int = 0  # leading tokens whose KV rows are in the slot, while in prefill
-    num_steps_in_flight: int = 0
-    num_output_placeholders: int = 0  # 1 + k per step in flight: what those may still deliver at most
-    swapped: tuple[int, list[Tensor]] | None = None  # number of KV rows, and those, in host memory while preempted
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.prompt_token_ids + self.token_ids
 
 
 class Slots:
@@ -99,7 +28,8 @@ class Slots:
 
     def __init__(self, model: Transformer, batch_size: int, max_seq_length: int, k: int, device):
         args, B = model.args, batch_size
-        dtype = next(t.dtype for t in [*model.parameters(), *model.buffers()] if t.dtype != torch.int8 and t.dim() > 1)
+        weights = [*model.parameters(), *model.buffers()]
+        dtype = next(t.dtype for t in weights if t.is_floating_point() and t.dim() > 1)
         # Room for a row at its limit to write 1 + k rows; the very last is scratch.
         self.cache = KVCache(model, B, max_seq_length + k + 1, dtype, device)
         self.size = size = self.cache.size
@@ -122,7 +52,7 @@ class Slots:
         self.min_p = zeros(B, dtype=torch.float32)
         self.stops = zeros(B, args.vocab_size, dtype=torch.bool)  # [B, V]
 
-    def set(self, slot: int, tokens: list[int], prompt_length: int, params: SamplingParams, stops: list[int], k: int):
+    def set(self, slot: int, tokens: list[int], prompt_length: int, params, stops, k: int) -> None:
         """Load a request into a slot, not yet active."""
         self.tokens[slot, : len(tokens)] = torch.tensor(tokens)
         self.length[slot] = len(tokens)
@@ -131,7 +61,8 @@ class Slots:
         self.spec_k[slot] = k
         self.temperature[slot] = params.temperature
         self.seed[slot] = torch.tensor(seed_halves(params.seed), dtype=torch.int32)
-        self.top_k[slot], self.top_p[slot], self.min_p[slot] = params.top_k, params.top_p, params.min_p
+        self.top_k[slot], self.top_p[slot] = params.top_k, params.top_p
+        self.min_p[slot] = params.min_p
         self.stops[slot] = False
         self.stops[slot, stops] = True
 
@@ -152,16 +83,16 @@ class Slots:
             x.copy_(y)
 
 
-def decode_step(model, s: Slots, k: int, ngrams: tuple[int, int, int] | None, sampling: bool, masking: bool) -> Tensor:
+def decode_step(
+    model, s: Slots, k: int, ngrams: tuple[int, int, int] | None, sampling: bool, masking: bool
+) -> Tensor:
     """One step of all slots: propose, run 1 + k rows each, sample, accept, advance. Static shapes,
     no host sync.
 
     ngrams: (ngram_min, ngram_max, per_match) of propose, None to draft nothing; sampling, masking:
-    whether any slot has a temperature,
-    any a top_k, top_p, min_p or min_new_tokens. -> [B, 1 + k + 4] int64: the sampled tokens, then
-    the numbers
-    emitted, drafted and accepted, then whether the last emitted token is a stop (2), the limit (1)
-    or neither (0).
+    whether any slot has a temperature, any a top_k, top_p, min_p or min_new_tokens. -> [B, 1 + k +
+    4] int64: the sampled tokens, then the numbers emitted, drafted and accepted, then whether the
+    last emitted token is a stop (2), the limit (1) or neither (0).
     """
     column = torch.arange(1 + k, device=s.length.device)
     remaining = s.limit - s.length
@@ -205,16 +136,16 @@ def prefill_chunk(model, s: Slots, chunk: int, slot: Tensor, start: Tensor, end:
     """
     positions = start[:, None] + torch.arange(chunk, device=start.device)  # [1, chunk]
     tokens = s.tokens[slot].gather(1, positions.clamp(max=s.size - 1))
-    model(tokens, torch.where(positions < end[:, None], positions, -1), slot, s.rope, s.cache, want_logits=False)
+    positions = torch.where(positions < end[:, None], positions, -1)
+    model(tokens, positions, slot, s.rope, s.cache, want_logits=False)
 
 
 def compile_step(function: Callable) -> Callable:
     """torch.compile for one model, one set of buffers and one set of static arguments.
 
     All that a guard could check (objects, shapes, dtypes) is fixed by construction, so there are
-    none to evaluate:
-    0.8 ms of a 20 ms step. The fresh code object keeps this compilation apart from those of other
-    schedulers.
+    none to evaluate: 0.8 ms of a 20 ms step. The fresh code object keeps this compilation apart
+    from those of other schedulers.
     """
     fresh = FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
     options = {"guard_filter_fn": lambda guards: [False] * len(guards), "size_asserts": False}
@@ -268,8 +199,8 @@ class Slot:
 
     index: int
     request: Request | None = None
-    cached: list[int] = field(default_factory=list)  # free slot: leading tokens whose KV rows are still there
-    free_after: int = 0  # number of the step that must have been read before the slot is handed out again
+    cached: list[int] = field(default_factory=list)  # when free: tokens whose KV rows are there
+    free_after: int = 0  # the step that must have been read before the slot is handed out again
     last_used: int = 0
 
 
@@ -282,24 +213,24 @@ class Scheduler:
     """Runs requests in B slots: `add`, `abort`, `step` until `unfinished` is 0, or `run`.
 
     model: a Transformer ready to run (packed, on its device). spec: "ngram" or "none"; k drafts per
-    step (rows per
-    slot: 1 + k), at most `per_match` per matched token (0: always k). max_seq_length: tokens per
-    slot, prompt and output. max_prefill_tokens: prompt tokens computed per
-    iteration while others decode. compile: whether to compile the step with
+    step (rows per slot: 1 + k), at most `per_match` per matched token (0: always k).
+    max_seq_length: tokens per slot, prompt and output. max_prefill_tokens: prompt tokens computed
+    per iteration while others decode. compile: whether to compile the step with
     torch.compile(fullgraph=True).
     """
 
     def __init__(
-        self, model: Transformer, *, eos_ids: list[int] = (), spec: str = "ngram", k: int = 5, ngram_min: int = 1,
-        ngram_max: int = 3, per_match: int = 2, max_batch_size: int = 1, max_seq_length: int = 2048, prefill_chunk_size: int = 64,
-        max_prefill_tokens: int = 256, run_async: bool = True, prefix_cache: bool = True, compile: bool = True,
-        device="cpu",
+        self, model: Transformer, *, eos_ids: list[int] = (), spec: str = "ngram", k: int = 5,
+        ngram_min: int = 1, ngram_max: int = 3, per_match: int = 2, max_batch_size: int = 1,
+        max_seq_length: int = 2048, prefill_chunk_size: int = 64, max_prefill_tokens: int = 256,
+        run_async: bool = True, prefix_cache: bool = True, compile: bool = True, device="cpu",
     ):  # fmt: skip
         for name, value, low in (
             ("k", k, 0), ("ngram_min", ngram_min, 1), ("ngram_max", ngram_max, ngram_min),
             ("per_match", per_match, 0),
             ("max_batch_size", max_batch_size, 1), ("max_seq_length", max_seq_length, 2),
-            ("prefill_chunk_size", prefill_chunk_size, 1), ("max_prefill_tokens", max_prefill_tokens, 1),
+            ("prefill_chunk_size", prefill_chunk_size, 1),
+            ("max_prefill_tokens", max_prefill_tokens, 1),
         ):  # fmt: skip
             if value < low:
                 raise ValueError(f"{name} is {value}: must be at least {low}")
@@ -311,7 +242,8 @@ class Scheduler:
         self.chunk, self.max_prefill_tokens = prefill_chunk_size, max_prefill_tokens
         self.slots = [Slot(i) for i in range(max_batch_size)]
         self.device, self.run_async = Device(run_async), run_async
-        self.buffers = self.device.submit(Slots, model, max_batch_size, max_seq_length, k, device).result()
+        sizes = max_batch_size, max_seq_length, k
+        self.buffers = self.device.submit(Slots, model, *sizes, device).result()
         self.compile, self.steps = compile, {}  # steps: by whether any request samples, any masks
         self.waiting: list[Request] = []
         self.in_flight: deque[tuple[int, Future, list[Request]]] = deque()
@@ -341,7 +273,8 @@ class Scheduler:
         if len(prompt) + limit > self.max_seq_length:
             raise ValueError(
                 f"prompt of {len(prompt)} tokens + max_new_tokens {limit} exceeds max_seq_length "
-                f"{self.max_seq_length}: shorten the prompt, lower max_new_tokens or raise max_seq_length"
+                f"{self.max_seq_length}: shorten the prompt, lower max_new_tokens or raise "
+                "max_seq_length"
             )
         if any(not 0 <= t < self.model.args.vocab_size for t in request.params.stop_token_ids):
             raise ValueError(f"stop_token_ids must be 0..{self.model.args.vocab_size - 1}")
@@ -367,7 +300,11 @@ class Scheduler:
         begin, waited = time.perf_counter(), 0.0
         self._admit()
         self._prefill()
-        runs = [r for r in self._running("decode") if len(r.token_ids) + r.num_steps_in_flight < r.params.max_new_tokens]
+        # A step in flight yields a token at least: launch none that a request cannot need.
+        runs = self._running("decode")
+        runs = [
+            r for r in runs if len(r.token_ids) + r.num_steps_in_flight < r.params.max_new_tokens
+        ]
         if runs:
             self._launch_decode(runs)
         while self.in_flight and len(self.in_flight) > (1 if self.run_async and runs else 0):
@@ -425,13 +362,15 @@ class Scheduler:
         stops = [*params.stop_token_ids, *(() if params.ignore_eos else self.eos_ids)]
         k = self.k if params.k is None else min(params.k, self.k)
         prompt_length = len(request.prompt_token_ids)
-        self.device.submit(self.buffers.set, slot.index, request.tokens, prompt_length, params, stops, k)
+        values = request.tokens, prompt_length, params, stops, k
+        self.device.submit(self.buffers.set, slot.index, *values)
         request.state, request.slot, request.num_computed = "prefill", slot.index, 0
         if request.swapped is not None:  # resumed: its rows come back bit for bit
             self.device.submit(self.buffers.swap_in, slot.index, *request.swapped)
             request.num_computed, request.swapped = request.swapped[0], None
         elif self.prefix_cache:
-            request.num_computed = min(shared_prefix(slot.cached, request.prompt_token_ids), prompt_length - 1)
+            shared = shared_prefix(slot.cached, request.prompt_token_ids)
+            request.num_computed = min(shared, prompt_length - 1)
             request.num_cached_tokens = request.num_computed
             self.num_cached_tokens += request.num_computed
         slot.request, slot.cached, slot.last_used = request, [], self.step_launched
@@ -444,7 +383,7 @@ class Scheduler:
                 self._reuse(request)
             end = len(request.tokens) - 1  # the last token belongs to the first decode step
             while request.num_computed < end and (budget is None or budget > 0):
-                stop = min(end, request.num_computed + self.chunk, request.num_computed + (budget or self.chunk))
+                stop = min(end, request.num_computed + min(self.chunk, budget or self.chunk))
                 self._launch_prefill(request.slot, request.num_computed, stop)
                 self.num_prefilled_tokens += stop - request.num_computed
                 budget = None if budget is None else budget - (stop - request.num_computed)
@@ -483,11 +422,12 @@ class Scheduler:
     def _launch_decode(self, requests: list[Request]) -> Future:
         p = [r.params for r in self._running("decode")]
         sampling = any(x.temperature > 0 for x in p)
-        masking = any(x.min_new_tokens or x.temperature > 0 and (x.top_k or x.top_p < 1 or x.min_p) for x in p)
-        if (sampling, masking) not in self.steps:
-            self.steps[sampling, masking] = compile_step(decode_step) if self.compile else decode_step
-        step = self.steps[sampling, masking]
-        future = self.device.submit(step, self.model, self.buffers, self.k, self.ngrams, sampling, masking)
+        filters = any(x.temperature > 0 and (x.top_k or x.top_p < 1 or x.min_p) for x in p)
+        key = sampling, filters or any(x.min_new_tokens for x in p)
+        if key not in self.steps:
+            self.steps[key] = compile_step(decode_step) if self.compile else decode_step
+        static = self.k, self.ngrams, *key
+        future = self.device.submit(self.steps[key], self.model, self.buffers, *static)
         if requests:
             self.step_launched += 1
             self.occupied += len(requests)
@@ -502,7 +442,7 @@ class Scheduler:
         self.step_read, future, requests = self.in_flight.popleft()
         rows, now = future.result().tolist(), time.perf_counter()
         for r in requests:
-            *sampled, emitted, drafted, accepted, finished = rows[r.slot] if r.slot is not None else [0] * (self.k + 5)
+            *sampled, emitted, drafted, accepted, finished = rows[r.slot]
             r.num_steps_in_flight -= 1
             r.num_output_placeholders -= 1 + self.k
             if r.state != "decode":  # ended by the host meanwhile: what was in flight is void
@@ -526,8 +466,10 @@ class Scheduler:
         if slot is not None and slot.request is request:
             if reason != "length":  # the device may not know
                 self.device.submit(self.buffers.active.__setitem__, slot.index, False)
-            slot.cached, slot.request, slot.free_after = self._cached(slot), None, self.step_launched
-        request.state, request.finish_reason, request.finish_time = "finished", reason, time.perf_counter()
+            slot.cached, slot.free_after = self._cached(slot), self.step_launched
+            slot.request = None
+        request.state, request.finish_reason = "finished", reason
+        request.finish_time = time.perf_counter()
         if not request.num_steps_in_flight:
             request.slot = None
         request.swapped = None

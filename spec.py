@@ -2,40 +2,38 @@
 copy this file.
 
 Everything is batched, of static shape and free of host syncs, so a decode step made of these
-functions compiles with
-fullgraph=True and can be captured in a CUDA graph. B slots, k drafts, V vocabulary entries, S token
-positions.
+functions compiles with fullgraph=True and can be captured in a CUDA graph. B slots, k drafts, V
+vocabulary entries, S token positions.
 """
 
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def propose(
-    tokens: Tensor, length: Tensor, k: int, ngram_min: int = 1, ngram_max: int = 3, per_match: int = 0
-) -> Tensor:
+    tokens: Tensor, length: Tensor, k: int, ngram_min: int = 1, ngram_max: int = 3,
+    per_match: int = 0,
+) -> Tensor:  # fmt: skip
     """Draft k tokens per row by looking up the row's last n tokens in its own text (prompt lookup
     decoding).
 
     tokens [B, S] integers, of which the first length [B] are known; -> drafts [B, k], -1 where
-    there is none.
-    The longest match of ngram_max..ngram_min tokens wins, the most recent one on ties (vLLM's
-    Triton proposer, PR
-    40704). A draft that reaches the end of the text reads on from itself, so a loop of any period
-    is drafted in full.
-    per_match: at most so many drafts per matched token, 0: always k (a short match is seldom right
-    for long; after
-    SuffixDecoding, where drafts are as long as a multiple of the match).
+    there is none. The longest match of ngram_max..ngram_min tokens wins, the most recent one on
+    ties (vLLM's Triton proposer, PR 40704). A draft that reaches the end of the text reads on from
+    itself, so a loop of any period is drafted in full. per_match: at most so many drafts per
+    matched token, 0: always k (a short match is seldom right for long; after SuffixDecoding, where
+    drafts are as long as a multiple of the match).
     """
     B, S = tokens.shape
     at = torch.arange(S, device=tokens.device)
     matched = torch.ones_like(tokens, dtype=torch.bool)
-    size = torch.zeros_like(tokens)  # [B, S]: how many tokens ending here equal the text's last ones, up to ngram_max
+    size = torch.zeros_like(tokens)  # [B, S]: tokens ending here that equal the text's last
     for n in range(ngram_max):
         last = tokens.gather(1, (length[:, None] - 1 - n).clamp(min=0))  # [B, 1]
-        shifted = torch.nn.functional.pad(tokens[:, : S - n], (n, 0), value=-1)  # [B, S]: the token n before
+        shifted = F.pad(tokens[:, : S - n], (n, 0), value=-1)  # [B, S]: the token n before
         matched = matched & (shifted == last) & (length[:, None] > n)
         size = size + matched
     usable = (size >= ngram_min) & (at < length[:, None] - 1)  # not the suffix itself
@@ -76,7 +74,8 @@ def gumbel(seed: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     token = torch.arange(vocab_size, device=seed.device, dtype=torch.int32) * -1640531527
     # Linear keys, mixed twice: nesting more hashes here makes the compiler's work grow
     # exponentially.
-    low, high = position * -1150833019 + seed[:, :1, None], position * 1540483477 + seed[:, 1:, None]
+    low = position * -1150833019 + seed[:, :1, None]
+    high = position * 1540483477 + seed[:, 1:, None]
     h = _mix(_mix(token + low) ^ high)  # [B, T, V]
     # Uniform in (0, 1), as fine as 2^-33 near 0, where the winners' exponentials are; below 1 so
     # that none is infinite.
@@ -99,22 +98,22 @@ def keep_mask(scaled: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Te
     mass = torch.where(rank < k, (torch.exp(ordered - top).double() * 2.0**40).to(torch.int64), 0)
     total = mass.cumsum(-1)
     need = (total[..., -1:].double() * top_p[:, None, None].double()).to(torch.int64)
-    nucleus = (total - mass < need) | (top_p >= 1)[:, None, None]  # up to the token that reaches top_p
+    nucleus = (total - mass < need) | (top_p >= 1)[:, None, None]  # up to the one that reaches it
     count = ((rank < k) & nucleus).sum(-1, keepdim=True).clamp(min=1)
     keep = scaled >= ordered.gather(-1, count - 1)
     return keep & (scaled >= top + torch.log(min_p)[:, None, None])
 
 
 def sample(
-    logits: Tensor, positions: Tensor, temperature: Tensor, seed: Tensor, filters: tuple[Tensor, Tensor, Tensor] | None
-) -> Tensor:
+    logits: Tensor, positions: Tensor, temperature: Tensor, seed: Tensor,
+    filters: tuple[Tensor, Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
     """The token the plain decoder draws at each position, [B, T] int64: argmax, or Gumbel-max where
     temperature > 0.
 
     logits [B, T, V] float32; positions [B, T] int64, of the tokens drawn; temperature [B] float32;
-    seed [B, 2] int32;
-    filters: (top_k [B] int, top_p [B], min_p [B] float32), None to leave all three out of the
-    computation.
+    seed [B, 2] int32; filters: (top_k [B] int, top_p [B], min_p [B] float32), None to leave all
+    three out of the computation.
     """
     scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None, None]
     noisy = scaled + gumbel(seed, positions, logits.shape[-1])
@@ -127,9 +126,8 @@ def accept(drafts: Tensor, sampled: Tensor) -> Tensor:
     """How many leading drafts [B, k] the model would have produced itself, [B]; -1 never matches.
 
     sampled [B, 1 + k]: sampled[:, i] is drawn after drafts[:, :i]. Emitted are sampled[:, :
-    accepted + 1]. For a
-    one-token guess, accepting on equality with the sample has exactly the law of rejection
-    sampling.
+    accepted + 1]. For a one-token guess, accepting on equality with the sample has exactly the law
+    of rejection sampling.
     """
     return (drafts == sampled[:, :-1]).int().cumprod(1).sum(1)
 
@@ -157,13 +155,6 @@ class SpecStats:
         self.accepted_per_position += [0] * (num_draft_tokens - len(self.accepted_per_position))
         for i in range(accepted):
             self.accepted_per_position[i] += 1
-
-    def add(self, other: "SpecStats") -> None:
-        for name in ("total_num_output_tokens", "num_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.accepted_per_position += [0] * (len(other.accepted_per_position) - len(self.accepted_per_position))
-        for i, n in enumerate(other.accepted_per_position):
-            self.accepted_per_position[i] += n
 
     @property
     def mean_acceptance_length(self) -> float:

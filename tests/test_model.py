@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from conftest import TINY, tiny_model
+
 from kernels import PackedLinear, pack
 from model import KVCache, ModelArgs, Transformer, rope_table
 

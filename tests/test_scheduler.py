@@ -7,10 +7,11 @@ import threading
 
 import pytest
 import torch
-
 from conftest import tiny_model
+
 from model import KVCache, rope_table
-from scheduler import Request, SamplingParams, Scheduler
+from request import Request, SamplingParams
+from scheduler import Scheduler
 from spec import sample, seed_halves
 
 SIZE = 96  # max_seq_length of these tests
