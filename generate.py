@@ -1,22 +1,19 @@
 """Text with n-gram speculative decoding: the LLM class, and the command line around it."""
 
 import argparse
-import json
 import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 
 import kernels
+from batch import Job, as_prompt, read_jobs, run_jobs
 from checkpoint import cache_dir, load_weights, open_checkpoint, resolve
 from model import Transformer
-from request import Request, SamplingParams
+from request import Request, Result, SamplingParams
 from scheduler import Scheduler
-from spec import SpecStats
 from tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -33,24 +30,6 @@ class Account:
         return self.balance
 
 Write the class again, with a docstring in every method."""
-
-
-@dataclass
-class Result:
-    """One finished request. `text` ends before a stop string; `token_ids` end with the token that
-    completed the stop.
-    """
-
-    prompt: str | list
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    text: str
-    finish_reason: str  # stop, length, abort
-    stats: SpecStats
-    seconds: float  # from the first prefill chunk to the last token
-    time_to_first_token: float  # seconds, from arrival
-    prefill_seconds: float
-    num_cached_tokens: int
 
 
 class TextStream:
@@ -142,7 +121,7 @@ class LLM:
         self.shape_invariant = self.device == "cpu" and kernels.install(self.model, cache_dir())
         self.load_seconds = time.perf_counter() - start
         self.scheduler = Scheduler(
-            self.model, eos_ids=sorted({*checkpoint.eos_ids, *self.tokenizer.eos_ids}), spec=spec,
+            self.model, eos_ids=self.tokenizer.eos_ids, spec=spec,
             k=(5 if spec == "ngram" else 0) if k is None else k, max_seq_length=max_seq_length,
             prefill_chunk_size=prefill_chunk_size or (64 if self.device == "cpu" else 256),
             device=self.device, compile=compile, **options,
@@ -280,77 +259,27 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--ignore_eos", action="store_true", help="go on to the limit (default: off)")
     add("--max_batch_size", type=int, default=1, help="requests decoded together (default: 1)")
     add("--max_seq_length", type=int, help="prompt + output, tokens (default: min(2048, model's))")
-    add("--dtype", choices=list(DTYPES), default="bfloat16", help="of weights and KV (bfloat16)")
+    add("--dtype", choices=list(DTYPES), default="bfloat16", help="default: bfloat16")
     add("--device", help="cpu or cuda (default: cuda if there is one)")
     add("--compile", action=flag, default=True, help="compile the step (default: on)")
     add("--async", action=flag, default=True, dest="run_async", help="run ahead (default: on)")
     add("--prefix_cache", action=flag, default=True, help="reuse shared prefixes (default: on)")
     add("--show_drafts", action="store_true", help="colour accepted draft tokens (default: off)")
     add("--json", action="store_true", help="one JSON object per request on stdout (default: off)")
+    add("--print_output", action="store_true", help="texts of --prompt_file (default: off)")
+    add("--output", help="file for the JSON objects of --prompt_file (default: none)")
+    add("--resume", action="store_true", help="skip what --output holds already (default: off)")
     return p.parse_args(argv)
-
-
-def read_prompts(path: str, limit: int | None) -> list[list[dict] | str]:
-    """Prompts of a JSON lines file: texts, or conversations; of {"turns"} the turns. ValueError
-    names line and fault.
-    """
-    prompts = []
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as e:
-        bad = f"byte {e.object[e.start]:#x} at offset {e.start}"
-        raise ValueError(f"{path} is not UTF-8 ({bad}): convert it") from None
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-        except json.JSONDecodeError as e:
-            raise ValueError(f"{path} line {number} is not JSON ({e.msg}): one per line") from None
-        if isinstance(item, dict):
-            item = item.get("prompt") or item.get("messages") or item.get("turns")
-        texts = isinstance(item, list) and item and all(isinstance(x, (str, dict)) for x in item)
-        if not (isinstance(item, str) and item or texts):
-            need = 'a non-empty string, "prompt", "messages" or "turns"'
-            raise ValueError(f"{path} line {number}: need {need}")
-        prompts.append(item)
-    if not prompts:
-        raise ValueError(f"{path} holds no prompts: one JSON value per line")
-    return prompts[:limit]
-
-
-def as_prompt(text: str | list, chat: bool) -> str | list[dict]:
-    """A text as a user's message where the chat template is used; messages as they are; turns: the
-    first one.
-    """
-    if isinstance(text, list) and isinstance(text[0], str):
-        text = text[0]
-    return [{"role": "user", "content": text}] if chat and isinstance(text, str) else text
-
-
-def json_line(result: Result) -> str:
-    s = result.stats
-    return json.dumps(
-        {
-            "prompt": result.prompt, "token_ids": result.token_ids, "text": result.text,
-            "finish_reason": result.finish_reason,
-            "num_prompt_tokens": len(result.prompt_token_ids),
-            "num_cached_tokens": result.num_cached_tokens, **asdict(s),
-            "seconds": round(result.seconds, 4),
-            "time_to_first_token": round(result.time_to_first_token, 4),
-        },
-        ensure_ascii=False,
-    )  # fmt: skip
 
 
 def peak_memory(device: str) -> float:
     """GiB: of the GPU where the model is on one, else resident memory of the process."""
     if device != "cpu":
         return torch.cuda.max_memory_allocated() / 2**30
-    try:
-        import resource
-    except ImportError:  # Windows
+    if sys.platform == "win32":
         return float("nan")
+    import resource
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
 
@@ -364,7 +293,7 @@ def print_statistics(llm: LLM, results: list[Result], wall: float) -> None:
     stats, s = llm.scheduler.stats, llm.scheduler
     n = len(results)
     prefill = sum(r.prefill_seconds for r in results)
-    decode = wall - prefill if len(s.slots) == 1 else wall
+    decode = sum(r.seconds for r in results) - prefill if len(s.slots) == 1 else wall
     steps = s.step_launched
     context = sum(len(r.prompt_token_ids) + len(r.token_ids) / 2 for r in results) / max(1, n)
     rows = sum(x[0, :, 0].nbytes for kv in s.buffers.cache.layers for x in kv[1:])  # of one token
@@ -384,12 +313,14 @@ def print_statistics(llm: LLM, results: list[Result], wall: float) -> None:
         ("decode", f"{per(stats.total_num_output_tokens, decode)} tokens/s"),
         ("steps", f"{per(steps, decode)} per second"),
         ("read per step", f"{read / 1e6:.0f} MB, {per(read * steps / 1e9, decode)} GB/s"),
+        ("batch occupancy", f"{s.occupied / max(1, steps) / len(s.slots):.0%} of {len(s.slots)}"),
+        ("device waited for host", f"{s.device.waited / max(wall, 1e-9):.1%} of the time"),
+        ("host work per step", f"{1e3 * s.host_seconds / max(1, steps):.2f} ms"),
         ("load, compile", f"{llm.load_seconds:.1f} s, {llm.compile_seconds:.1f} s"),
         ("peak memory", f"{peak_memory(llm.device):.2f} GiB"),
+        ("same tokens for", ("fixed k and batch size", "any k or batch")[llm.shape_invariant]),
     ]
-    level = "any k, batch and chunk size" if llm.shape_invariant else "fixed k and max_batch_size"
     print("\n" + "\n".join(f"{name:>26}: {value}" for name, value in rows), file=sys.stderr)
-    print(f"{'same tokens for':>26}: {level}", file=sys.stderr)
 
 
 def answer(llm: LLM, prompt, params: SamplingParams, show_drafts: bool) -> Result:
@@ -409,56 +340,48 @@ def converse(llm: LLM, params: SamplingParams, chat: bool, show_drafts: bool) ->
         line = sys.stdin.readline()
         if not line:
             return results
-        if not line.strip():
-            continue
         messages.append({"role": "user", "content": line.strip()})
         try:
             results.append(answer(llm, messages if chat else line.strip(), params, show_drafts))
             messages.append({"role": "assistant", "content": results[-1].text})
-        except KeyboardInterrupt:
-            print("\n[stopped]", file=sys.stderr)
-            messages.pop()
-        except ValueError as e:  # the conversation outgrew the slot, say
-            print(f"error: {e}", file=sys.stderr)
+        except (KeyboardInterrupt, ValueError) as e:  # or the conversation outgrew the slot
+            print(f"\n[{str(e) or 'stopped'}]", file=sys.stderr)
             messages.pop()
 
 
 def run(args: argparse.Namespace) -> None:
     # Everything that can be wrong with the input is found before the model is loaded.
-    params = SamplingParams(**{name: getattr(args, name) for name in PARAMS})
-    prompts = read_prompts(args.prompt_file, args.num_prompts) if args.prompt_file else None
-    if prompts is None and not args.interactive:
+    names = "max_new_tokens temperature top_k top_p min_p seed stop ignore_eos".split()
+    params = SamplingParams(**{name: getattr(args, name) for name in names})
+    jobs = read_jobs(args.prompt_file, args.num_prompts, params) if args.prompt_file else []
+    if not jobs and not args.interactive:
         prompt = DEFAULT_PROMPT if args.prompt is None else args.prompt
-        prompts = [sys.stdin.read() if prompt == "-" else prompt]
-        if not prompts[0]:
+        prompt = sys.stdin.read() if prompt == "-" else prompt
+        if not prompt:
             raise ValueError("the prompt is empty: give at least one character")
-    names = (
-        "model", "spec", "k", "ngram_min", "ngram_max", "max_batch_size", "max_seq_length",
-        "dtype", "device", "compile", "run_async", "prefix_cache",
-    )  # fmt: skip
+        jobs = [Job(prompt, [], params)]
+    names = "model spec k ngram_min ngram_max max_batch_size max_seq_length".split()
+    names += "dtype device compile run_async prefix_cache".split()
     if args.compile:
         print("loading and compiling (the first time takes longer)...", file=sys.stderr)
     llm = LLM(**{name: getattr(args, name) for name in names})
     chat = llm.tokenizer.chat_template is not None if args.chat is None else args.chat
     start = time.perf_counter()
+    llm.scheduler.device.waited = llm.scheduler.device.busy_until = 0.0
     try:
         if args.interactive:
             results = converse(llm, params, chat, args.show_drafts)
-        elif len(prompts) == 1 and not args.json:
-            results = [answer(llm, as_prompt(prompts[0], chat), params, args.show_drafts)]
+        elif not args.prompt_file and not args.json:
+            results = [answer(llm, as_prompt(jobs[0].prompt, chat), params, args.show_drafts)]
         else:
-            def show(index: int, result: Result) -> None:
-                print(json_line(result) if args.json else f"[{index}] {result.text}\n", flush=True)
+            def show(line: str, result: Result) -> None:
+                if args.json or args.print_output:
+                    print(line if args.json else result.text + "\n", flush=True)
 
-            results = llm.generate([as_prompt(p, chat) for p in prompts], params, show)
+            results = run_jobs(llm, jobs, chat, show, args.output, args.resume)
         print_statistics(llm, results, time.perf_counter() - start)
     finally:
         llm.scheduler.close()
-
-
-PARAMS = (
-    "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop", "ignore_eos",
-)  # fmt: skip
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -78,7 +78,7 @@ def _linear(x: Tensor, w: Tensor, n: int, norm: Tensor | None, eps: float, swigl
 
 
 def _attend(q, k, v, positions, slots, window: int, scale: float) -> Tensor:
-    out = torch.empty_like(q)
+    q, out = q.contiguous(), torch.empty_like(q, memory_format=torch.contiguous_format)
     N, T, H, E = q.shape
     pointers = [x.data_ptr() for x in (q, k, v, out, positions, slots)]
     _c["attend", k.dtype](*pointers, N, T, H, k.shape[1], v.shape[2], E, window, scale)
@@ -86,7 +86,10 @@ def _attend(q, k, v, positions, slots, window: int, scale: float) -> Tensor:
 
 
 def _begin_step(tokens: Tensor, positions: Tensor) -> Tensor:
-    _c["begin_step"](positions.data_ptr(), positions.numel())
+    """Let the linear layers skip the rows of position -1 (their outputs are 0) in the step that
+    embeds the result. All of the step depends on the result, so nothing can run before.
+    """
+    _c["begin_step"](positions.contiguous().data_ptr(), positions.numel())
     return tokens.clone()
 
 
@@ -96,7 +99,7 @@ _ops.impl("attend", _attend, "CPU")
 for name, fake in {
     "begin_step": lambda tokens, positions: torch.empty_like(tokens),
     "linear": lambda x, w, n, *rest: x.new_empty((*x.shape[:-1], n)),
-    "attend": lambda q, *rest: torch.empty_like(q),
+    "attend": lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format),
 }.items():
     torch.library.register_fake(f"ngram_spec::{name}", fake, lib=_ops)
 
@@ -147,23 +150,6 @@ class PackedEmbedding(nn.Module):
         return packed[tokens // packed.shape[2], :, j].float()
 
 
-def begin_step(tokens: Tensor, positions: Tensor) -> Tensor:
-    """Let the linear layers skip the rows of position -1 (their outputs are 0) in the step that
-    embeds the result.
-
-    tokens, positions [N, T] int64 -> tokens. All of the step depends on the result, so nothing can
-    run before.
-    """
-    return torch.ops.ngram_spec.begin_step(tokens, positions.contiguous())
-
-
-def attend(q, k, v, positions, slots, window: int, scale: float) -> Tensor:
-    """model.attend over a paged KVCache: q [N, T, H, E] float32, positions [N, T], slots [N] -> [N,
-    T, H, E] float32.
-    """
-    return torch.ops.ngram_spec.attend(q.contiguous(), k, v, positions, slots, window, scale)
-
-
 def release_threads() -> None:
     """Let the calling thread's OpenMP workers go, before another thread starts its own (see
     kernels.cpp).
@@ -205,11 +191,11 @@ def install(model: nn.Module, cache_dir: Path) -> bool:
         replace(layer.feed_forward, "w13", layer.ffn_norm)
         replace(layer.feed_forward, "w2", swiglu=True)
         layer.attention_norm = layer.ffn_norm = layer.feed_forward.activation = nn.Identity()
-        layer.attention.attend = attend
+        layer.attention.attend = torch.ops.ngram_spec.attend
     replace(model, "output", model.norm)
     model.norm = nn.Identity()
     if model.args.tie_embeddings:
         model.tok_embeddings = PackedEmbedding(model.output)
-    model.begin_step = begin_step
+    model.begin_step = torch.ops.ngram_spec.begin_step
     model.activation_dtype, model.kv_layout = torch.float32, (block, block)
     return True

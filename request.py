@@ -78,3 +78,21 @@ class Request:
     @property
     def tokens(self) -> list[int]:
         return self.prompt_token_ids + self.token_ids
+
+
+@dataclass
+class Result:
+    """One finished request. `text` ends before a stop string; `token_ids` end with the token that
+    completed the stop.
+    """
+
+    prompt: str | list
+    prompt_token_ids: list[int]
+    token_ids: list[int]
+    text: str
+    finish_reason: str  # stop, length, abort
+    stats: SpecStats
+    seconds: float  # from the first prefill chunk to the last token
+    time_to_first_token: float  # seconds, from arrival
+    prefill_seconds: float
+    num_cached_tokens: int

@@ -169,7 +169,7 @@ class Device:
             kernels.release_threads()
         self.pool = device_thread() if run_async else None
         self.busy_until = 0.0  # when the last job ended
-        self.waited = self.busy = 0.0  # seconds between jobs, seconds in jobs
+        self.waited = 0.0  # seconds between jobs
 
     def _run(self, function, *args):
         start = time.perf_counter()
@@ -178,7 +178,6 @@ class Device:
         with torch.no_grad():
             result = function(*args)
         self.busy_until = time.perf_counter()
-        self.busy += self.busy_until - start
         return result
 
     def submit(self, function, *args) -> Future:
@@ -225,13 +224,11 @@ class Scheduler:
         max_seq_length: int = 2048, prefill_chunk_size: int = 64, max_prefill_tokens: int = 256,
         run_async: bool = True, prefix_cache: bool = True, compile: bool = True, device="cpu",
     ):  # fmt: skip
-        for name, value, low in (
-            ("k", k, 0), ("ngram_min", ngram_min, 1), ("ngram_max", ngram_max, ngram_min),
-            ("per_match", per_match, 0),
-            ("max_batch_size", max_batch_size, 1), ("max_seq_length", max_seq_length, 2),
-            ("prefill_chunk_size", prefill_chunk_size, 1),
-            ("max_prefill_tokens", max_prefill_tokens, 1),
-        ):  # fmt: skip
+        lowest = dict(k=0, ngram_min=1, ngram_max=ngram_min, per_match=0, max_batch_size=1)
+        lowest |= dict(max_seq_length=2, prefill_chunk_size=1, max_prefill_tokens=1)
+        given = locals()
+        for name, low in lowest.items():
+            value = given[name]
             if value < low:
                 raise ValueError(f"{name} is {value}: must be at least {low}")
         if spec not in ("ngram", "none"):
@@ -327,7 +324,6 @@ class Scheduler:
             self.abort(request)
         self.device.submit(lambda: None).result()
 
-    # -- one iteration, part by part
 
     def _running(self, state: str) -> list[Request]:
         return [s.request for s in self.slots if s.request is not None and s.request.state == state]
@@ -402,9 +398,8 @@ class Scheduler:
         """
         if not self.prefix_cache:
             return
-        others = [s for s in self.slots if s.request is not request]
         best, prompt = None, request.prompt_token_ids
-        for slot in others:
+        for slot in (s for s in self.slots if s.request is not request):
             n = min(shared_prefix(self._cached(slot), prompt), len(prompt) - 1)
             if n > request.num_computed:
                 best, new = slot.index, n - request.num_computed

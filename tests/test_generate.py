@@ -8,7 +8,8 @@ import pytest
 import torch
 from conftest import ROOT, tiny_model
 
-from generate import LLM, TextStream, main, read_prompts
+from batch import read_jobs
+from generate import LLM, TextStream, main
 from request import Request, SamplingParams
 from scheduler import Scheduler
 
@@ -175,12 +176,12 @@ def test_bad_input_is_one_line_and_status_2(smollm2, capsys, arguments, words):
 def test_broken_prompt_files_name_file_and_line(tmp_path):
     file = tmp_path / "p.jsonl"
     for content, words in [
-        (b'"ok"\n{"x": 1}\n', "line 2"), (b'"ok"\nnot json\n', "line 2 is not JSON"), (b"\n", "no prompts"),
+        (b'"ok"\n{"x": 1}\n', "line 2"), (b'"ok"\nnot json\n', "line 2: not JSON"), (b"\n", "no prompts"),
         (b'"\xff"\n', "not UTF-8"), (b'""\n', "line 1"), (b'{"turns": []}', "line 1"),
     ]:  # fmt: skip
         file.write_bytes(content)
         with pytest.raises(ValueError, match=words):
-            read_prompts(str(file), None)
+            read_jobs(str(file), None, SamplingParams())
 
 
 def test_json_on_stdout_is_one_object_per_request_and_nothing_else(smollm2, tmp_path):
@@ -193,7 +194,7 @@ def test_json_on_stdout_is_one_object_per_request_and_nothing_else(smollm2, tmp_
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(results) == 4
+    assert sorted((r["index"], r["turn"]) for r in results) == [(0, 0), (1, 0), (2, 0), (3, 0), (3, 1)]
     for r in results:
         assert len(r["token_ids"]) == r["total_num_output_tokens"] <= 6 and r["finish_reason"] in ("stop", "length")
     assert "acceptance" in done.stderr and "Traceback" not in done.stderr
