@@ -146,9 +146,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raise
     except (KeyError, TypeError, IndexError, struct.error, OSError, ValueError) as e:
         what = f"{e or type(e).__name__}" + " is missing" * isinstance(e, KeyError)
-        raise CheckpointError(
-            f"{path} is not a complete checkpoint ({what}): fetch it again"
-        ) from e
+        raise CheckpointError(f"{path} is incomplete or corrupt ({what}): fetch it again") from e
 
 
 def _open_folder(path: Path) -> Checkpoint:

@@ -362,8 +362,7 @@ def run(args: argparse.Namespace) -> None:
         jobs = [Job(prompt, [], params)]
     names = "model spec k ngram_min ngram_max max_batch_size max_seq_length".split()
     names += "dtype device compile run_async prefix_cache".split()
-    if args.compile:
-        print("loading and compiling (the first time takes longer)...", file=sys.stderr)
+    print("loading and compiling (the first time takes longer)...", file=sys.stderr)
     llm = LLM(**{name: getattr(args, name) for name in names})
     chat = llm.tokenizer.chat_template is not None if args.chat is None else args.chat
     start = time.perf_counter()
