@@ -18,14 +18,14 @@ from request import Request, SamplingParams
 from scheduler import Scheduler
 
 ARTICLE = """The town library of Harrow Bridge reopened on Monday after two years of repairs. The
-building, which dates from 1904, was flooded when the river rose in the winter of 2023, and more than four
-thousand books were lost. The repairs cost 2.1 million pounds. Most of the money came from the
-county, and the rest was raised by the Friends of the Library, a group of two hundred readers who
-sold cakes, held concerts and ran a sponsored walk along the river. The new library has a reading
-room on the first floor, above the reach of the water, and a room for children with a view of the
-bridge. The librarian, Anna Field, said that the number of visitors on the first day was the highest
-since records began. "People queued around the corner," she said. The library is open every day
-except Sunday, and membership is free for everyone who lives in the county."""
+building, which dates from 1904, was flooded when the river rose in the winter of 2023, and more
+than four thousand books were lost. The repairs cost 2.1 million pounds. Most of the money came from
+the county, and the rest was raised by the Friends of the Library, a group of two hundred readers
+who sold cakes, held concerts and ran a sponsored walk along the river. The new library has a
+reading room on the first floor, above the reach of the water, and a room for children with a view
+of the bridge. The librarian, Anna Field, said that the number of visitors on the first day was the
+highest since records began. "People queued around the corner," she said. The library is open every
+day except Sunday, and membership is free for everyone who lives in the county."""
 CODE = """def average(numbers):
     total = 0
     for number in numbers:
