@@ -50,14 +50,14 @@ def test_spec_and_model_work_when_copied_alone(tmp_path):
 COMMANDS = [line for block in re.findall(r"```sh\n(.*?)```", README, re.S) for line in block.splitlines()]
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if "pytest" not in c and "benchmark" not in c])
+@pytest.mark.parametrize("command", [c for c in COMMANDS if "pytest" not in c])
 def test_every_readme_command_runs(command, tmp_path, smollm2):
     """All but the installation, which has happened where this runs."""
     command = re.sub(r"^pip install \S+ \S+ && ", "", command).replace("prompts.jsonl", f"{tmp_path}/prompts.jsonl")
     command = command.replace("python ", f"{sys.executable} ")
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() and "tokens per step" in done.stderr
+    assert done.stdout.strip() and ("tokens per step" in done.stderr or "benchmark" in command)
 
 
 def test_the_readme_python_example_runs(smollm2):
