@@ -55,6 +55,8 @@ def test_every_readme_command_runs(command, tmp_path, smollm2):
     """All but the installation, which has happened where this runs."""
     command = re.sub(r"^pip install \S+ \S+ && ", "", command).replace("prompts.jsonl", f"{tmp_path}/prompts.jsonl")
     command = command.replace("python ", f"{sys.executable} ")
+    command = command.replace("answers.jsonl", f"{tmp_path}/answers.jsonl")
+    (tmp_path / "prompts.jsonl").write_text('"Name three rivers."\n')  # an earlier command makes it
     done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() and ("tokens per step" in done.stderr or "benchmark" in command)
