@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-import kernels
+import cpu_kernels
 from batch import Job, as_prompt, read_jobs, run_jobs
 from checkpoint import cache_dir, load_weights, open_checkpoint, resolve
 from model import Transformer
@@ -118,7 +118,7 @@ class LLM:
             self.weight_bytes -= self.model.tok_embeddings.weight.numel() * DTYPES[dtype].itemsize
         # Whether a row's bits are free of the step's shape (level two): then k, batch and chunks
         # change no token.
-        self.shape_invariant = self.device == "cpu" and kernels.install(self.model, cache_dir())
+        self.shape_invariant = self.device == "cpu" and cpu_kernels.install(self.model, cache_dir())
         self.load_seconds = time.perf_counter() - start
         self.scheduler = Scheduler(
             self.model, eos_ids=self.tokenizer.eos_ids, spec=spec,

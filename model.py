@@ -102,7 +102,7 @@ class Attention(nn.Module):
         rows = (args.n_head + 2 * args.n_kv_head) * args.head_dim
         self.wqkv = nn.Linear(args.dim, rows, bias=False)
         self.wo = nn.Linear(args.n_head * args.head_dim, args.dim, bias=False)
-        self.attend = attend  # kernels.py puts its own here
+        self.attend = attend  # cpu_kernels.py puts its own here
 
     def forward(self, x: Tensor, *where: Tensor) -> Tensor:
         args, (k_cache, v_cache, rope, positions, slots) = self.args, where
@@ -188,7 +188,7 @@ class Transformer(nn.Module):
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.activation_dtype: torch.dtype | None = None  # None: that of the weights
-        self.begin_step = lambda tokens, positions: tokens  # kernels.py: skip rows of position -1
+        self.begin_step = lambda tokens, positions: tokens  # on CPU: skip rows of position -1
         self.kv_layout: tuple[int, int] | None = None  # (page, chunk) of KVCache
 
     def forward(

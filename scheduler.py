@@ -17,7 +17,7 @@ from types import FunctionType
 import torch
 from torch import Tensor
 
-import kernels
+import cpu_kernels
 from model import KVCache, Transformer, rope_table
 from request import Request
 from spec import SpecStats, accept, propose, sample, seed_halves
@@ -155,7 +155,7 @@ def compile_step(function: Callable) -> Callable:
 @lru_cache(maxsize=1)
 def device_thread() -> ThreadPoolExecutor:
     """The one thread that runs all device work: a second one would bring its own OpenMP workers
-    (kernels.cpp).
+    (cpu_kernels.cpp).
     """
     threads = torch.get_num_threads()
     return ThreadPoolExecutor(1, "device", initializer=lambda: torch.set_num_threads(threads))
@@ -166,7 +166,7 @@ class Device:
 
     def __init__(self, run_async: bool):
         if run_async:
-            kernels.release_threads()
+            cpu_kernels.release_threads()
         self.pool = device_thread() if run_async else None
         self.busy_until = 0.0  # when the last job ended
         self.waited = 0.0  # seconds between jobs

@@ -8,7 +8,7 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import kernels  # noqa: E402
+import cpu_kernels  # noqa: E402
 from checkpoint import cache_dir  # noqa: E402
 from model import ModelArgs, Transformer  # noqa: E402
 
@@ -37,7 +37,7 @@ def tiny_model(dtype=torch.float32, packed=True, seed=0, **changes) -> Transform
     for name, p in model.named_parameters():
         p.data = p.data.to(torch.float32 if name.endswith("norm.weight") else dtype)
     if packed:
-        assert kernels.install(model, cache_dir())
+        assert cpu_kernels.install(model, cache_dir())
     return model
 
 

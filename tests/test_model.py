@@ -4,7 +4,7 @@ import pytest
 import torch
 from conftest import TINY, tiny_model
 
-from kernels import PackedLinear, pack
+from cpu_kernels import PackedLinear, pack
 from model import KVCache, ModelArgs, Transformer, rope_table
 
 SCALINGS = {
@@ -71,10 +71,10 @@ def test_logits_equal_transformers(heads, tied, scaling):
     expected = theirs(tokens).logits
     for chunks in ([50], [16, 16, 18], [1] * 50):
         assert (logits_of(ours, tokens, chunks) - expected).abs().max() < 1e-4
-    import kernels
+    import cpu_kernels
     from checkpoint import cache_dir
 
-    assert kernels.install(ours.requires_grad_(False), cache_dir())
+    assert cpu_kernels.install(ours.requires_grad_(False), cache_dir())
     assert (logits_of(ours, tokens, [50], torch.float32) - expected).abs().max() < 1e-4
 
 
@@ -95,10 +95,10 @@ def test_linear_kernel_gives_a_row_the_same_bits_among_any_others(dtype, n):
 
 
 def block() -> int:
-    import kernels
+    import cpu_kernels
     from checkpoint import cache_dir
 
-    return kernels.library(cache_dir()).columns_per_block()
+    return cpu_kernels.library(cache_dir()).columns_per_block()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

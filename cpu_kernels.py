@@ -1,10 +1,9 @@
-"""CPU kernels: builds kernels.cpp once, registers its two operations with torch, puts them into a
-model.
+"""Builds cpu_kernels.cpp once, registers its operations with torch, puts them into a model.
 
 Why not PyTorch's own kernels: a row's bits must not depend on how many other rows run beside it
 (that is what makes speculative and plain decoding give the same tokens), and the few-row step must
 read bf16 weights at memory speed also on CPUs without bf16 instructions. These kernels do both by
-construction; see kernels.cpp.
+construction; see cpu_kernels.cpp.
 """
 
 import ctypes
@@ -27,10 +26,10 @@ SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 @lru_cache(maxsize=1)
 def library(cache_dir: Path) -> ctypes.CDLL | None:
-    """Compile kernels.cpp for this processor (about 3 seconds, once), load it; None and a notice if
-    it cannot be.
+    """Compile cpu_kernels.cpp for this processor (about 3 seconds, once), load it; None and a
+    notice if it cannot be.
     """
-    source = Path(__file__).with_name("kernels.cpp")
+    source = Path(__file__).with_name("cpu_kernels.cpp")
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     cpu = platform.machine() + platform.processor()
     if Path("/proc/cpuinfo").exists():  # a shared home folder may be seen by unlike processors
@@ -152,7 +151,7 @@ class PackedEmbedding(nn.Module):
 
 def release_threads() -> None:
     """Let the calling thread's OpenMP workers go, before another thread starts its own (see
-    kernels.cpp).
+    cpu_kernels.cpp).
     """
     if _c:
         _c["release_threads"]()

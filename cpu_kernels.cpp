@@ -28,7 +28,7 @@ template <class V> static inline V load(const void* p) { V v; memcpy(&v, p, size
 
 // Formats of a block w [K, NB]. In bf16 two neighbours share a 32-bit lane: the even ones come out
 // in w0, the odd ones in w1; `column` undoes that where the block is not packed for it (keys and
-// values; kernels.py packs weights so).
+// values; cpu_kernels.py packs weights so).
 struct BF16 {
   typedef uint16_t T;
   static inline void get(const T* w, vf& w0, vf& w1) {
