@@ -4,7 +4,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -87,6 +87,37 @@ def next_turn(result: Result, text: str) -> str | list[dict]:
     return [*result.prompt, answer, {"role": "user", "content": text}]
 
 
+def _left_to_do(jobs: list[Job], output: Path) -> list[int]:
+    """Indices of the jobs whose last turn is not in the file, which keeps the lines of the rest."""
+    kept, ended = {}, set()  # line: object; indices
+    for line in output.read_text("utf-8", "replace").split("\n"):
+        with suppress(json.JSONDecodeError):  # the last line of an interrupted run may be cut
+            kept[line] = json.loads(line)
+    for x in kept.values():
+        if not isinstance(x, dict) or not {"index", "turn", "error"} <= x.keys():
+            raise ValueError(f"{output} holds something else than results: give another name")
+        if x["error"] or x["index"] < len(jobs) and x["turn"] == len(jobs[x["index"]].later):
+            ended.add(x["index"])
+    lines = [line + "\n" for line, x in kept.items() if x["index"] in ended]
+    fresh = output.with_name(output.name + ".tmp")
+    fresh.write_text("".join(lines), "utf-8")
+    fresh.replace(output)
+    return [i for i in range(len(jobs)) if i not in ended]
+
+
+def _append(file, line: str) -> None:
+    """Write a whole line, or none of it: OSError names the file and what to do."""
+    end, data = file.tell(), line.encode() + b"\n"
+    try:
+        while data:
+            data = data[file.write(data) :]
+    except OSError as e:
+        with suppress(OSError):
+            file.truncate(end)
+        name = f"cannot write {file.name} ({e.strerror})"
+        raise OSError(f"{name}: make room and go on with --resume; lines so far are kept") from e
+
+
 def run_jobs(
     llm, jobs: list[Job], chat: bool, show: Callable[[str, Result], None],
     output: str | None = None, resume: bool = False,
@@ -98,29 +129,27 @@ def run_jobs(
     """
     turns, todo, results, start = [0] * len(jobs), list(range(len(jobs))), [], time.perf_counter()
     if resume and output and Path(output).exists():
-        kept = [x for x in Path(output).read_text("utf-8").split("\n") if x.endswith("}")]
-        there = {(x["index"], x["turn"]) for x in map(json.loads, kept)}
-        todo = [i for i in todo if (i, len(jobs[i].later)) not in there]
-        kept = [x for x in kept if json.loads(x)["index"] not in todo]
-        Path(output).write_text("".join(x + "\n" for x in kept), "utf-8")
+        todo = _left_to_do(jobs, Path(output))
         print(f"resuming: {len(jobs) - len(todo)} of {len(jobs)} prompts are done", file=sys.stderr)
     total = sum(1 + len(jobs[i].later) for i in todo)
-    file = open(output, "a" if resume else "w", encoding="utf-8") if output else None
+    file = open(output, "ab" if resume else "wb", buffering=0) if output else None
     with file or nullcontext(), tqdm(total=total, unit="prompt", disable=None) as bar:
 
         def finished(position: int, result: Result) -> str | list[dict] | None:
             index = todo[position]
             line = json_line(result, index, turns[index])
             if file:
-                print(line, file=file, flush=True)
+                _append(file, line)
             show(line, result)
+            if result.error:
+                bar.write(f"prompt {index}, turn {turns[index]}: {result.error}", file=sys.stderr)
             results.append(result)
             seconds, s = time.perf_counter() - start, llm.scheduler
             rates = s.num_prompt_tokens / seconds, s.stats.total_num_output_tokens / seconds
             bar.set_postfix_str("in {:.0f}, out {:.0f} tokens/s".format(*rates))
             bar.update()
             turns[index] += 1
-            later = jobs[index].later[turns[index] - 1 :]
+            later = [] if result.error else jobs[index].later[turns[index] - 1 :]
             return next_turn(result, later[0]) if later else None
 
         prompts = [as_prompt(jobs[i].prompt, chat) for i in todo]

@@ -5,6 +5,9 @@
 // however many there are, and however the rows are cut into tiles or spread over threads. Plain C
 // interface, no torch headers: builds in a second.
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
 #include <omp.h>
 
 #include <cmath>
@@ -21,6 +24,7 @@ constexpr int NB = 2 * VL;  // output columns per block of packed weights
 
 typedef float vf __attribute__((vector_size(VL * 4)));
 typedef uint32_t vu __attribute__((vector_size(VL * 4)));
+typedef int32_t vi __attribute__((vector_size(VL * 4)));
 typedef float v8 __attribute__((vector_size(32)));
 typedef int32_t i8 __attribute__((vector_size(32)));
 
@@ -114,10 +118,16 @@ static void prologue(const float* x, float* out, int K, const float* norm, float
 static thread_local std::vector<int> live;
 static thread_local int step_rows = -1;
 
-// y [M, N] = prologue(x) w^T
-template <class W>
-static void linear(const float* x, const typename W::T* w, float* y, int M, int K, int N,
-                   const float* norm, float eps, bool swiglu) {
+// The rows of x [M, columns] that a linear layer runs: how many, where they are, and what
+// prologue makes of them, [count, K].
+struct Rows {
+  int count;
+  const int* at;
+  float* ready;
+};
+
+static Rows prepare(const float* x, float* y, int M, int K, int N, const float* norm, float eps,
+                    bool swiglu) {
   static thread_local std::vector<float> ready_rows;
   static thread_local std::vector<int> all;
   if (M != step_rows) {
@@ -138,6 +148,14 @@ static void linear(const float* x, const typename W::T* w, float* y, int M, int 
     if (norm || swiglu) prologue(row, ready + (int64_t)r * K, K, norm, eps);
     else memcpy(ready + (int64_t)r * K, row, K * 4);
   }
+  return {rows, at, ready};
+}
+
+// y [M, N] = prologue(x) w^T
+template <class W>
+static void linear(const float* x, const typename W::T* w, float* y, int M, int K, int N,
+                   const float* norm, float eps, bool swiglu) {
+  auto [rows, at, ready] = prepare(x, y, M, K, N, norm, eps, swiglu);
 #pragma omp parallel for schedule(static)
   for (int n = 0; n < N / NB; n++) {
     const typename W::T* wn = w + (int64_t)n * K * NB;
@@ -159,6 +177,128 @@ static void linear(const float* x, const typename W::T* w, float* y, int M, int 
       r += R;
     }
   }
+}
+
+// acc + the products of 4 unsigned weights (in each lane) with 4 signed activations (a)
+static inline vi dot4(vi acc, vu w, int32_t a) {
+#if defined(__AVX512VNNI__)
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)w, _mm512_set1_epi32(a));
+#elif defined(__AVX2__)
+  __m256i v = _mm256_set1_epi32(a), low = _mm256_set1_epi16(255);
+  __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(v, 8), 8), odd = _mm256_srai_epi16(v, 8);
+  acc += (vi)_mm256_madd_epi16(_mm256_and_si256((__m256i)w, low), even);
+  return acc + (vi)_mm256_madd_epi16(_mm256_srli_epi16((__m256i)w, 8), odd);
+#else
+  for (int i = 0; i < 4; i++) acc += (vi)(w >> (8 * i) & 255) * (int8_t)(a >> (8 * i));
+  return acc;
+#endif
+}
+
+// Half precision in the low 16 bits of each lane, as float.
+static inline vf half(vu h) {
+  return (vf)((vu)((vf)((h & 0x7fff) << 13) * 0x1p112f) | (h & 0x8000) << 16);
+}
+
+// The quantized tile: rows x [R, K] of int8, to be multiplied by scale [R]; weights are codes in
+// 0..255 or 0..15, `group` of a row share (factor, low), w = factor * code + low. sums [R, K /
+// group]: of x in each group. Integers are exact and groups are added in order: shape-invariant.
+template <int BITS, int R>
+static void qtile(const int8_t* x, const float* sums, const float* scale, const uint32_t* w,
+                  const uint32_t* factors, float* y, const int* at, int K, int N, int group) {
+  vf total[R][2];
+  for (int r = 0; r < R; r++) total[r][0] = total[r][1] = vf{};
+  for (int g = 0; g < K / group; g++, factors += NB) {
+    vi a[R][2];
+    for (int r = 0; r < R; r++) a[r][0] = a[r][1] = vi{};
+    for (int k = 0; k < group; k += 32 / BITS, w += NB) {
+      __builtin_prefetch(w + NB * 16);
+      __builtin_prefetch(w + NB * 16 + VL);
+      vu w0 = load<vu>(w), w1 = load<vu>(w + VL);
+      for (int r = 0; r < R; r++) {
+        const int8_t* xr = x + (int64_t)r * K + g * group + (BITS == 4 ? k / 2 : k);
+        int32_t x0, x1;
+        memcpy(&x0, xr, 4);
+        if constexpr (BITS == 8) {
+          a[r][0] = dot4(a[r][0], w0, x0);
+          a[r][1] = dot4(a[r][1], w1, x0);
+        } else {  // codes of k..k + 3 in the low nibbles, of those 16 further in the high ones
+          memcpy(&x1, xr + 16, 4);
+          a[r][0] = dot4(dot4(a[r][0], w0 & 0x0f0f0f0f, x0), w0 >> 4 & 0x0f0f0f0f, x1);
+          a[r][1] = dot4(dot4(a[r][1], w1 & 0x0f0f0f0f, x0), w1 >> 4 & 0x0f0f0f0f, x1);
+        }
+      }
+    }
+    for (int v = 0; v < 2; v++) {
+      vu f = load<vu>(factors + v * VL);
+      vf factor = half(f), low = half(f >> 16);
+      for (int r = 0; r < R; r++) {
+        float sum = sums[r * (K / group) + g];
+        total[r][v] += __builtin_convertvector(a[r][v], vf) * factor + low * sum;
+      }
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int v = 0; v < 2; v++) {
+      vf out = total[r][v] * scale[r];
+      memcpy(y + (int64_t)at[r] * N + v * VL, &out, sizeof out);
+    }
+}
+
+template <int BITS, int R = MAX_ROWS / (BITS == 4 ? 2 : 1)>
+static void qtiles(int rows, const int8_t* x, const float* sums, const float* scale,
+                   const uint32_t* w, const uint32_t* factors, float* y, const int* at, int K,
+                   int N, int group) {
+  if (rows == R) return qtile<BITS, R>(x, sums, scale, w, factors, y, at, K, N, group);
+  if constexpr (R > 1) qtiles<BITS, R - 1>(rows, x, sums, scale, w, factors, y, at, K, N, group);
+}
+
+// x [K] -> round(x / scale) in -127..127, the sums of it by group; returns the scale
+static float quantize(const float* x, int8_t* q, float* sums, int K, int group) {
+  float top = 1e-30f;
+  for (int k = 0; k < K; k++) top = fabsf(x[k]) > top ? fabsf(x[k]) : top;
+  float inverse = 127.0f / top;
+  for (int g = 0; g < K / group; g++) {
+    i8 sum = i8{};
+    for (int k = g * group; k < (g + 1) * group; k += 8) {
+      i8 bits = (i8)(get8(x + k) * inverse + 12582912.0f) - 0x4b400000;  // as in exp8
+      for (int i = 0; i < 8; i++) q[k + i] = bits[i];
+      sum += bits;
+    }
+    int total = 0;
+    for (int i = 0; i < 8; i++) total += sum[i];
+    sums[g] = total;
+  }
+  return top / 127.0f;
+}
+
+// y [M, N] = prologue(x) w^T with quantized weights: w [N / NB, K / (32 / BITS), NB] uint32,
+// factors [N / NB, K / group, NB] (two halves each)
+template <int BITS>
+static void qlinear(const float* x, const uint32_t* w, const uint32_t* factors, float* y, int M,
+                    int K, int N, int group, const float* norm, float eps, bool swiglu) {
+  static thread_local std::vector<int8_t> codes;
+  static thread_local std::vector<float> row_sums, row_scales;
+  auto [rows, at, ready] = prepare(x, y, M, K, N, norm, eps, swiglu);
+  codes.resize((size_t)rows * K);
+  row_sums.resize((size_t)rows * (K / group));
+  row_scales.resize(rows);
+  int8_t* q = codes.data();
+  float *sums = row_sums.data(), *scale = row_scales.data();
+#pragma omp parallel for if (rows > 16)
+  for (int r = 0; r < rows; r++) {
+    int64_t k = (int64_t)r * K;
+    scale[r] = quantize(ready + k, q + k, sums + k / group, K, group);
+  }
+  constexpr int MOST = MAX_ROWS / (BITS == 4 ? 2 : 1);
+#pragma omp parallel for schedule(static)
+  for (int n = 0; n < N / NB; n++)
+    for (int r = 0; r < rows;) {
+      int left = (rows - r + MOST - 1) / MOST, R = (rows - r + left - 1) / left;
+      qtiles<BITS>(R, q + (int64_t)r * K, sums + r * (K / group), scale + r,
+                   w + (int64_t)n * (K / (32 / BITS)) * NB, factors + (int64_t)n * (K / group) * NB,
+                   y + n * NB, at + r, K, N, group);
+      r += R;
+    }
 }
 
 // s[0..width): scores of one row; what lies outside its keys becomes 0 in the softmax. -> 1 / sum
@@ -246,6 +386,10 @@ void release_threads() { omp_pause_resource_all(omp_pause_soft); }
                      float scale) {                                                               \
     attend<W>(q, k, v, out, pos, slot, N, T, H, G, S, E, window, scale);                          \
   }
+void qlinear(const float* x, const uint32_t* w, const uint32_t* factors, float* y, int M, int K,
+             int N, int bits, int group, const float* norm, float eps, int swiglu) {
+  (bits == 4 ? qlinear<4> : qlinear<8>)(x, w, factors, y, M, K, N, group, norm, eps, swiglu);
+}
 KERNELS(f32, F32)
 KERNELS(bf16, BF16)
 }

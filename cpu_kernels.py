@@ -26,9 +26,7 @@ SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 @lru_cache(maxsize=1)
 def library(cache_dir: Path) -> ctypes.CDLL | None:
-    """Compile cpu_kernels.cpp for this processor (about 3 seconds, once), load it; None and a
-    notice if it cannot be.
-    """
+    """Compile cpu_kernels.cpp for this processor (3 s, once), load it; None if it cannot be."""
     source = Path(__file__).with_name("cpu_kernels.cpp")
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
     cpu = platform.machine() + platform.processor()
@@ -104,9 +102,7 @@ for name, fake in {
 
 
 def pack(weight: Tensor, block: int) -> Tensor:
-    """[N, K] float32 or bfloat16 -> [N / block, K, block], in bf16 with columns j and block / 2 + j
-    side by side.
-    """
+    """[N, K] -> [N / block, K, block], in bf16 with columns j and block / 2 + j side by side."""
     N, K = weight.shape
     blocks = weight.view(N // block, block, K).transpose(1, 2)  # [N / block, K, block]
     if weight.dtype == torch.bfloat16:  # one 32-bit lane then holds two columns
@@ -134,9 +130,7 @@ class PackedLinear(nn.Module):
 
 
 class PackedEmbedding(nn.Module):
-    """Rows of a packed weight, for an embedding that is tied to the output layer: no second
-    copy.
-    """
+    """Rows of a packed weight: an embedding tied to the output layer needs no second copy."""
 
     def __init__(self, output: PackedLinear):
         super().__init__()
@@ -150,9 +144,7 @@ class PackedEmbedding(nn.Module):
 
 
 def release_threads() -> None:
-    """Let the calling thread's OpenMP workers go, before another thread starts its own (see
-    cpu_kernels.cpp).
-    """
+    """End the calling thread's OpenMP workers before another starts its own (cpu_kernels.cpp)."""
     if _c:
         _c["release_threads"]()
 

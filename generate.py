@@ -14,6 +14,7 @@ from checkpoint import cache_dir, load_weights, open_checkpoint, resolve
 from model import Transformer
 from request import Request, Result, SamplingParams
 from scheduler import Scheduler
+from spec import SpecStats
 from tokenizer import Tokenizer, load_tokenizer
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -33,9 +34,7 @@ Write the class again, with a docstring in every method."""
 
 
 class TextStream:
-    """Turns a request's token ids into text as they come, and ends it at a stop string wherever
-    that falls.
-    """
+    """Turns a request's token ids into text as they come, and ends it at a stop string."""
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]):
         self.decoder, self.stop, self.text = tokenizer.stream_decoder(), stop, ""
@@ -44,9 +43,7 @@ class TextStream:
         self.pieces: deque[tuple[str, bool]] = deque()  # (text, from accepted drafts)
 
     def push(self, ids: list[int], num_accepted: int) -> int | None:
-        """-> how many of the ids to keep, if a stop string ends with one of them
-        (Request.on_tokens).
-        """
+        """-> how many of the ids to keep if a stop string ends with one (Request.on_tokens)."""
         for i, token in enumerate(ids):
             before = len(self.text)
             self.text += self.decoder.push([token])
@@ -133,9 +130,7 @@ class LLM:
             self.compile_seconds = time.perf_counter() - start
 
     def encode(self, prompt: str | list) -> list[int]:
-        """Token ids of a text, of chat messages [{"role", "content"}], or a list of token ids as it
-        is.
-        """
+        """Token ids of a text, of messages [{"role", "content"}], or a list of ids as it is."""
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
         messages = prompt and isinstance(prompt[0], dict)
@@ -144,9 +139,7 @@ class LLM:
     def submit(
         self, prompt: str | list, params: SamplingParams, priority: int = 0
     ) -> tuple[Request, TextStream]:
-        """Queue one request on the scheduler; run it with `llm.scheduler.step()`, collect it with
-        `result`.
-        """
+        """Queue one request; run it with `llm.scheduler.step()`, collect it with `result`."""
         text = TextStream(self.tokenizer, params.stop)
         request = Request(self.encode(prompt), params, priority, on_tokens=text.push)
         self.scheduler.add(request)
@@ -163,30 +156,37 @@ class LLM:
         )  # fmt: skip
 
     def generate(
-        self,
-        prompts: str | list,
-        params: SamplingParams | list[SamplingParams] | None = None,
+        self, prompts: str | list, params: SamplingParams | list[SamplingParams] | None = None,
         on_result: Callable[[int, Result], str | list | None] | None = None,
-    ) -> Result | list[Result]:
-        """Decode one prompt (a text) or a list of prompts (texts, token id lists, message lists),
-        in input order.
+    ) -> Result | list[Result]:  # fmt: skip
+        """Decode a prompt (a text) or a list of them (texts, id lists, message lists), in order.
 
         params: one for all or one each. on_result(index, result) is called as each finishes and may
         return a prompt that continues it (the next turn of a conversation); its result then takes
-        the place of the first.
+        the place of the first. It also gets prompts that do not fit (finish_reason "refused"),
+        while the others go on; without on_result they raise ValueError.
         """
         if isinstance(prompts, str):
             return self.generate([prompts], params, on_result)[0]
         params = params if isinstance(params, list) else [params or SamplingParams()] * len(prompts)
         if len(params) != len(prompts):
-            raise ValueError(
-                f"{len(params)} sampling parameters for {len(prompts)} prompts: one, or one each"
-            )
+            n = len(params), len(prompts)
+            raise ValueError("{} sampling parameters for {} prompts: one, or one each".format(*n))
         running, results = {}, [None] * len(prompts)
-        try:
-            for i, prompt in enumerate(prompts):
+
+        def start(i: int, prompt: str | list) -> None:
+            try:
                 request, text = self.submit(prompt, params[i])
                 running[request] = (i, prompt, text)
+            except ValueError as e:
+                if on_result is None:
+                    raise
+                results[i] = Result(prompt, [], [], "", "refused", SpecStats(), error=str(e))
+                on_result(i, results[i])
+
+        try:
+            for i, prompt in enumerate(prompts):
+                start(i, prompt)
             while running:
                 for request in self.scheduler.step():
                     if request not in running:
@@ -195,17 +195,14 @@ class LLM:
                     results[i] = self.result(prompt, request, text)
                     more = on_result(i, results[i]) if on_result else None
                     if more is not None:
-                        request, text = self.submit(more, params[i])
-                        running[request] = (i, more, text)
+                        start(i, more)
         finally:  # an error or Ctrl-C: leave nothing behind in the slots
             for request in running:
                 self.scheduler.abort(request)
         return results
 
     def chat(self, messages: list, params: SamplingParams | list[SamplingParams] | None = None):
-        """As `generate`, for a conversation [{"role", "content"}, ...] or a list of
-        conversations.
-        """
+        """As `generate`, for one conversation [{"role", "content"}, ...] or a list of them."""
         if messages and isinstance(messages[0], dict):
             return self.generate([messages], params)[0]
         return self.generate(messages, params)
@@ -213,9 +210,7 @@ class LLM:
     def stream(
         self, prompt: str | list, params: SamplingParams | None = None
     ) -> Iterator[tuple[str, bool] | Result]:
-        """Yield (text, from accepted drafts) pieces as they come, whole characters only, then the
-        Result.
-        """
+        """Yield (text, from accepted drafts) as they come, whole characters, then the Result."""
         request, text = self.submit(prompt, params or SamplingParams())
         try:
             while request.state != "finished":
@@ -378,7 +373,10 @@ def run(args: argparse.Namespace) -> None:
                     print(line if args.json else result.text + "\n", flush=True)
 
             results = run_jobs(llm, jobs, chat, show, args.output, args.resume)
-        print_statistics(llm, results, time.perf_counter() - start)
+        done = [r for r in results if not r.error]
+        print_statistics(llm, done, time.perf_counter() - start)
+        if len(done) < len(results):
+            raise ValueError(f"{len(results) - len(done)} of {len(results)} prompts were refused")
     finally:
         llm.scheduler.close()
 

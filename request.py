@@ -90,9 +90,10 @@ class Result:
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
-    finish_reason: str  # stop, length, abort
+    finish_reason: str  # stop, length, abort, refused
     stats: SpecStats
-    seconds: float  # from the first prefill chunk to the last token
-    time_to_first_token: float  # seconds, from arrival
-    prefill_seconds: float
-    num_cached_tokens: int
+    seconds: float = 0.0  # from the first prefill chunk to the last token
+    time_to_first_token: float = 0.0  # seconds, from arrival
+    prefill_seconds: float = 0.0
+    num_cached_tokens: int = 0
+    error: str = ""  # why it was refused

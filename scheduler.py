@@ -131,9 +131,7 @@ def decode_step(
 
 
 def prefill_chunk(model, s: Slots, chunk: int, slot: Tensor, start: Tensor, end: Tensor) -> None:
-    """Compute the KV rows start..start + chunk - 1 of a slot's tokens, none from `end` on. slot,
-    start, end [1].
-    """
+    """Compute the KV rows start..min(start + chunk, end) - 1 of a slot. slot, start, end [1]."""
     positions = start[:, None] + torch.arange(chunk, device=start.device)  # [1, chunk]
     tokens = s.tokens[slot].gather(1, positions.clamp(max=s.size - 1))
     positions = torch.where(positions < end[:, None], positions, -1)
@@ -154,9 +152,7 @@ def compile_step(function: Callable) -> Callable:
 
 @lru_cache(maxsize=1)
 def device_thread() -> ThreadPoolExecutor:
-    """The one thread that runs all device work: a second one would bring its own OpenMP workers
-    (cpu_kernels.cpp).
-    """
+    """The one thread for all device work: a second one would bring its own OpenMP workers."""
     threads = torch.get_num_threads()
     return ThreadPoolExecutor(1, "device", initializer=lambda: torch.set_num_threads(threads))
 
@@ -259,9 +255,7 @@ class Scheduler:
         self._launch_decode([]).result()
 
     def add(self, request: Request) -> Request:
-        """Queue a request. ValueError: empty prompt, token out of range, or prompt and limit beyond
-        the slot.
-        """
+        """Queue a request. ValueError: no prompt, token out of range, prompt + limit too long."""
         prompt, limit = request.prompt_token_ids, request.params.max_new_tokens
         if not prompt:
             raise ValueError("the prompt is empty: give at least one token")
@@ -282,26 +276,22 @@ class Scheduler:
         return request
 
     def abort(self, request: Request) -> None:
-        """End a request in any state; tokens already delivered stay, none follow, nobody else's
-        change.
-        """
+        """End a request in any state; tokens already delivered stay, none follow."""
         if request.state == "waiting":
             self.waiting.remove(request)
         if request.state != "finished":
             self._finish(request, "abort")
 
     def step(self) -> list[Request]:
-        """One iteration: admit, prefill, launch a decode step, read one that is done. -> requests
-        finished by it.
-        """
+        """Admit, prefill, launch a decode step, read one that is done. -> requests it finished."""
         begin, waited = time.perf_counter(), 0.0
         self._admit()
         self._prefill()
         # A step in flight yields a token at least: launch none that a request cannot need.
-        runs = self._running("decode")
         runs = [
-            r for r in runs if len(r.token_ids) + r.num_steps_in_flight < r.params.max_new_tokens
-        ]
+            r for r in self._running("decode")
+            if len(r.token_ids) + r.num_steps_in_flight < r.params.max_new_tokens
+        ]  # fmt: skip
         if runs:
             self._launch_decode(runs)
         while self.in_flight and len(self.in_flight) > (1 if self.run_async and runs else 0):
@@ -393,9 +383,7 @@ class Scheduler:
         request.decode_start_time = request.decode_start_time or time.perf_counter()
 
     def _reuse(self, request: Request) -> None:
-        """Copy the longest prefix that another slot holds: equal prompts that arrive together are
-        computed once.
-        """
+        """Copy the longest prefix another slot holds: equal prompts together are computed once."""
         if not self.prefix_cache:
             return
         best, prompt = None, request.prompt_token_ids
@@ -471,9 +459,7 @@ class Scheduler:
         self.done.append(request)
 
     def preempt(self, request: Request) -> None:
-        """Take a request's slot: deliver what is in flight, keep its KV rows in host memory, queue
-        it again.
-        """
+        """Take a request's slot: deliver what is in flight, keep KV rows on the host, requeue."""
         while self.in_flight:
             self._read()
         if request.state not in ("prefill", "decode"):

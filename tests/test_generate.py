@@ -1,14 +1,16 @@
 """The LLM class and the command line, on the real default model."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
 from conftest import ROOT, tiny_model
 
-from batch import read_jobs
+from batch import read_jobs, run_jobs
 from generate import LLM, TextStream, main
 from request import Request, SamplingParams
 from scheduler import Scheduler
@@ -51,6 +53,18 @@ def test_identity_on_the_real_model_in_bf16(llm, temperature):
         {"k": 5, "max_batch_size": 8}, {"k": 3, "max_batch_size": 3, "prefill_chunk_size": 17},
     ):  # fmt: skip
         assert ids_of(llm, options, params) == plain, options
+
+
+def test_batch_mates_never_change_a_token(llm):
+    """16 prompts of 30 to 700 tokens (all lengths of attention), alone and in company, in bf16."""
+    code = (ROOT / "spec.py").read_text("utf-8")
+    prompts = [p + f" {i}" for i, p in enumerate(PROMPTS)]
+    prompts += [f"What does this code do?\n{code[i * 100 : i * 100 + 250 * i]}" for i in range(1, 9)]
+    options, params = {"max_seq_length": 1024}, SamplingParams(max_new_tokens=32)
+    alone = [ids_of(llm, options, params, [p])[0] for p in prompts]
+    for batch_size in (16, 5):
+        together = ids_of(llm, {**options, "max_batch_size": batch_size}, params, prompts)
+        assert together == alone, batch_size
 
 
 def test_compiled_equals_eager_and_never_recompiles(llm):
@@ -210,3 +224,88 @@ def test_a_model_without_the_kernels_still_keeps_level_one():
         scheduler.run()
         out.append(r.token_ids)
     assert out[0] == out[1]
+
+
+# -- batch runs
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory):
+    file = tmp_path_factory.mktemp("jobs") / "p.jsonl"
+    rows = [{"turns": [f"Name {n} rivers.", "And lakes?"]} for n in ("two", "three")]
+    rows += [f"Count to {n}." for n in (5, 6, 7, 8, 9)]
+    file.write_text("\n".join(json.dumps(r) for r in rows))
+    return file
+
+
+def read_results(path) -> dict[tuple[int, int], list[int]]:
+    rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+    assert len({(r["index"], r["turn"]) for r in rows}) == len(rows)
+    return {(r["index"], r["turn"]): r["token_ids"] for r in rows}
+
+
+def test_a_prompt_that_does_not_fit_is_reported_and_the_others_go_on(llm, jobs, capsys):
+    """At the start and as a later turn of a conversation that outgrew its slot."""
+    params, seen = SamplingParams(max_new_tokens=8), {}
+    work = read_jobs(str(jobs), None, params)
+    work[0].later[0] = work[2].prompt = "word " * 3000
+    results = run_jobs(llm, work, True, lambda line, r: seen.setdefault(json.loads(line)["index"], []).append(r))
+    assert sorted(i for i, rs in seen.items() if rs[-1].error) == [0, 2] and len(results) == 9
+    assert seen[0][0].token_ids and seen[0][1].finish_reason == "refused"
+    assert "exceeds max_seq_length 512" in seen[2][0].error
+    assert capsys.readouterr().err.count("exceeds max_seq_length") == 2
+    assert llm.scheduler.unfinished == 0
+
+
+def test_a_full_disk_ends_the_run_with_whole_lines_and_resume_goes_on(llm, jobs, tmp_path):
+    resource = pytest.importorskip("resource")
+    work, whole, cut = read_jobs(str(jobs), None, SamplingParams(max_new_tokens=8)), tmp_path / "a", tmp_path / "b"
+    run_jobs(llm, work, True, lambda *a: None, str(whole))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (whole.stat().st_size // 2, before[1]))
+    try:
+        with pytest.raises(OSError, match="cannot write .* make room and go on with --resume"):
+            run_jobs(llm, work, True, lambda *a: None, str(cut))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert llm.scheduler.unfinished == 0
+    some = read_results(cut)
+    assert 0 < len(some) < 9
+    run_jobs(llm, work, True, lambda *a: None, str(cut), resume=True)
+    assert read_results(cut) == read_results(whole)
+
+
+def test_resume_drops_a_line_that_was_cut_inside(llm, jobs, tmp_path):
+    """A prefix of a JSON line may well end with a brace."""
+    work, file = read_jobs(str(jobs), None, SamplingParams(max_new_tokens=8)), tmp_path / "a"
+    run_jobs(llm, work, True, lambda *a: None, str(file))
+    want, lines = read_results(file), file.read_text("utf-8").splitlines()
+    file.write_text("\n".join([*lines[:4], lines[4][: lines[4].index("}") + 1]]), "utf-8")
+    run_jobs(llm, work, True, lambda *a: None, str(file), resume=True)
+    assert read_results(file) == want
+
+
+def test_resume_never_overwrites_a_file_of_something_else(llm, jobs):
+    before = jobs.read_bytes()
+    with pytest.raises(ValueError, match="something else than results"):
+        run_jobs(llm, read_jobs(str(jobs), None, SamplingParams()), True, lambda *a: None, str(jobs), resume=True)
+    assert jobs.read_bytes() == before
+
+
+def test_ctrl_c_keeps_what_is_done_and_resume_completes_it(smollm2, jobs, tmp_path):
+    output = tmp_path / "out.jsonl"
+    command = [sys.executable, "generate.py", "--no-compile", "--prompt_file", jobs, "--max_new_tokens", "40"]
+    command += ["--ignore_eos", "--max_batch_size", "2", "--output", output]
+    run = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 240
+    while not (output.exists() and output.stat().st_size) and run.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    run.send_signal(signal.SIGINT)
+    error = run.communicate(timeout=60)[1]
+    assert run.returncode == 130 and "interrupted" in error and "Traceback" not in error
+    some = read_results(output)
+    assert 0 < len(some) < 9
+    done = subprocess.run([*command, "--resume"], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    all_of_it = read_results(output)
+    assert len(all_of_it) == 9 and all(len(ids) == 40 for ids in all_of_it.values())
