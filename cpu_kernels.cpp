@@ -31,8 +31,7 @@ typedef int32_t i8 __attribute__((vector_size(32)));
 template <class V> static inline V load(const void* p) { V v; memcpy(&v, p, sizeof v); return v; }
 
 // Formats of a block w [K, NB]. In bf16 two neighbours share a 32-bit lane: the even ones come out
-// in w0, the odd ones in w1; `column` undoes that where the block is not packed for it (keys and
-// values; cpu_kernels.py packs weights so).
+// in w0, the odd ones in w1, and `column` undoes that.
 struct BF16 {
   typedef uint16_t T;
   static inline void get(const T* w, vf& w0, vf& w1) {
@@ -127,7 +126,7 @@ struct Rows {
 };
 
 static Rows prepare(const float* x, float* y, int M, int K, int N, const float* norm, float eps,
-                    bool swiglu) {
+                    bool swiglu, bool narrow = false) {
   static thread_local std::vector<float> ready_rows;
   static thread_local std::vector<int> all;
   if (M != step_rows) {
@@ -145,35 +144,87 @@ static Rows prepare(const float* x, float* y, int M, int K, int N, const float* 
 #pragma omp parallel for if (rows > 16)
   for (int r = 0; r < rows; r++) {
     const float* row = x + (int64_t)at[r] * columns;
-    if (norm || swiglu) prologue(row, ready + (int64_t)r * K, K, norm, eps);
-    else memcpy(ready + (int64_t)r * K, row, K * 4);
+    float* out = ready + (int64_t)r * K;
+    if (norm || swiglu) prologue(row, out, K, norm, eps);
+    else memcpy(out, row, K * 4);
+#ifdef __AVX512BF16__
+    for (int k = 0; narrow && k < K; k += 16) {  // in place: the front half of the row's room
+      __m256bh b = _mm512_cvtneps_pbh(_mm512_loadu_ps(out + k));
+      memcpy((uint16_t*)out + k, &b, sizeof b);
+    }
+#endif
   }
   return {rows, at, ready};
 }
 
-// y [M, N] = prologue(x) w^T
-template <class W>
-static void linear(const float* x, const typename W::T* w, float* y, int M, int K, int N,
+// The tile for packed bf16 weights: w [K / 2, NB] lanes, each with column j of rows k and k + 1.
+// With bf16 instructions x is narrowed, too (`prepare`), and a lane takes both in one.
+template <int R>
+static void pair_tile(const float* x, const uint32_t* w, float* y, const int* at, int K, int N) {
+  vf a[R][2];
+  for (int r = 0; r < R; r++) a[r][0] = a[r][1] = vf{};
+  for (int k = 0; k < K; k += 2, w += NB) {
+    __builtin_prefetch(w + NB * 16);
+    __builtin_prefetch(w + NB * 16 + VL);
+    vu w0 = load<vu>(w), w1 = load<vu>(w + VL);
+#ifdef __AVX512BF16__
+    for (int r = 0; r < R; r++) {
+      int32_t pair;
+      memcpy(&pair, (const uint16_t*)(x + (int64_t)r * K) + k, 4);
+      __m512bh b = (__m512bh)_mm512_set1_epi32(pair);
+      a[r][0] = (vf)_mm512_dpbf16_ps((__m512)a[r][0], (__m512bh)w0, b);
+      a[r][1] = (vf)_mm512_dpbf16_ps((__m512)a[r][1], (__m512bh)w1, b);
+    }
+#else
+    for (int i = 0; i < 2; i++) {
+      vf v0 = (vf)(i ? w0 & 0xffff0000u : w0 << 16), v1 = (vf)(i ? w1 & 0xffff0000u : w1 << 16);
+      for (int r = 0; r < R; r++) {
+        vf b = x[(int64_t)r * K + k + i] - vf{};
+        a[r][0] += b * v0;
+        a[r][1] += b * v1;
+      }
+    }
+#endif
+  }
+  for (int r = 0; r < R; r++) memcpy(y + (int64_t)at[r] * N, a[r], NB * 4);
+}
+
+template <int R = MAX_ROWS>
+static void pair_tiles(int rows, const float* x, const uint32_t* w, float* y, const int* at, int K,
+                       int N) {
+  if (rows == R) return pair_tile<R>(x, w, y, at, K, N);
+  if constexpr (R > 1) pair_tiles<R - 1>(rows, x, w, y, at, K, N);
+}
+
+#ifdef __AVX512BF16__
+constexpr bool DOT = true;
+#else
+constexpr bool DOT = false;
+#endif
+
+// y [M, N] = prologue(x) w^T, w [N / NB, K, NB] float32 or [N / NB, K / 2, NB] pairs of bf16
+template <bool PAIRS>
+static void linear(const float* x, const float* w, float* y, int M, int K, int N,
                    const float* norm, float eps, bool swiglu) {
-  auto [rows, at, ready] = prepare(x, y, M, K, N, norm, eps, swiglu);
+  auto [rows, at, ready] = prepare(x, y, M, K, N, norm, eps, swiglu, PAIRS && DOT);
 #pragma omp parallel for schedule(static)
   for (int n = 0; n < N / NB; n++) {
-    const typename W::T* wn = w + (int64_t)n * K * NB;
+    const float* wn = w + (int64_t)n * (PAIRS ? K / 2 : K) * NB;
     static thread_local std::vector<float> wide;  // many rows: convert a block once, then reuse it
-    bool widen = rows >= 4 * MAX_ROWS;
+    bool widen = PAIRS && !DOT && rows >= 4 * MAX_ROWS;
     if (widen) {
       wide.resize((size_t)K * NB + NB * 32);
-      for (int k = 0; k < K; k++) {
-        vf w0, w1;
-        W::get(wn + NB * k, w0, w1);
-        memcpy(&wide[k * NB], &w0, sizeof w0);
-        memcpy(&wide[k * NB + VL], &w1, sizeof w1);
-      }
+      for (int k = 0; k < K; k++)
+        for (int j = 0; j < NB; j += VL) {
+          vu u = load<vu>(wn + k / 2 * NB + j), v = k % 2 ? u & 0xffff0000u : u << 16;
+          memcpy(&wide[k * NB + j], &v, sizeof v);
+        }
     }
     for (int r = 0; r < rows;) {  // even tiles: 8 = 4 + 4
       int left = (rows - r + MAX_ROWS - 1) / MAX_ROWS, R = (rows - r + left - 1) / left;
-      if (widen) tiles<F32>(R, ready + (int64_t)r * K, wide.data(), y + n * NB, at + r, K, N);
-      else tiles<W>(R, ready + (int64_t)r * K, wn, y + n * NB, at + r, K, N);
+      const float* xr = ready + (int64_t)r * K;
+      if (PAIRS && !widen) pair_tiles(R, xr, (const uint32_t*)wn, y + n * NB, at + r, K, N);
+      else tiles<F32>(R, xr, widen ? wide.data() : wn, y + n * NB, at + r, K, N);
       r += R;
     }
   }
@@ -376,20 +427,26 @@ void begin_step(const int64_t* positions, int M) {
 // spinning at barriers and every parallel region pays for waking a sleeper: 61 ms a step instead of
 // 30, measured on 2 cores.
 void release_threads() { omp_pause_resource_all(omp_pause_soft); }
-#define KERNELS(NAME, W)                                                                         \
-  void linear_##NAME(const float* x, const W::T* w, float* y, int M, int K, int N,                \
-                     const float* norm, float eps, int swiglu) {                                  \
-    linear<W>(x, w, y, M, K, N, norm, eps, swiglu);                                               \
-  }                                                                                               \
-  void attend_##NAME(const float* q, const W::T* k, const W::T* v, float* out, const int64_t* pos, \
-                     const int64_t* slot, int N, int T, int H, int G, int S, int E, int window,    \
-                     float scale) {                                                               \
-    attend<W>(q, k, v, out, pos, slot, N, T, H, G, S, E, window, scale);                          \
-  }
+void linear_f32(const float* x, const float* w, float* y, int M, int K, int N, const float* norm,
+                float eps, int swiglu) {
+  linear<false>(x, w, y, M, K, N, norm, eps, swiglu);
+}
+void linear_bf16(const float* x, const float* w, float* y, int M, int K, int N, const float* norm,
+                 float eps, int swiglu) {
+  linear<true>(x, w, y, M, K, N, norm, eps, swiglu);
+}
 void qlinear(const float* x, const uint32_t* w, const uint32_t* factors, float* y, int M, int K,
              int N, int bits, int group, const float* norm, float eps, int swiglu) {
   (bits == 4 ? qlinear<4> : qlinear<8>)(x, w, factors, y, M, K, N, group, norm, eps, swiglu);
 }
-KERNELS(f32, F32)
-KERNELS(bf16, BF16)
+void attend_f32(const float* q, const float* k, const float* v, float* out, const int64_t* pos,
+                const int64_t* slot, int N, int T, int H, int G, int S, int E, int window,
+                float scale) {
+  attend<F32>(q, k, v, out, pos, slot, N, T, H, G, S, E, window, scale);
+}
+void attend_bf16(const float* q, const uint16_t* k, const uint16_t* v, float* out,
+                 const int64_t* pos, const int64_t* slot, int N, int T, int H, int G, int S, int E,
+                 int window, float scale) {
+  attend<BF16>(q, k, v, out, pos, slot, N, T, H, G, S, E, window, scale);
+}
 }

@@ -20,6 +20,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from quantize import quantize
+
 FLAGS = "-O3 -march=native -std=c++17 -ffp-contract=fast -fopenmp -shared -fPIC -Wno-psabi".split()
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
@@ -62,6 +64,10 @@ _ops.define(
     "attend(Tensor q, Tensor k, Tensor v, Tensor positions, Tensor slots, int window, float scale)"
     " -> Tensor"
 )
+_ops.define(
+    "qlinear(Tensor x, Tensor w, Tensor factors, int n, int bits, Tensor? norm, float eps,"
+    " bool swiglu) -> Tensor"
+)
 _ops.define("begin_step(Tensor tokens, Tensor positions) -> Tensor")
 _c: dict = {}  # C functions by name, filled by install()
 
@@ -70,7 +76,16 @@ def _linear(x: Tensor, w: Tensor, n: int, norm: Tensor | None, eps: float, swigl
     y = torch.empty((*x.shape[:-1], n), dtype=torch.float32)
     pointers = x.data_ptr(), w.data_ptr(), y.data_ptr()
     weight = None if norm is None else norm.data_ptr()
-    _c[w.dtype](*pointers, y.numel() // n, w.shape[1], n, weight, eps, swiglu)
+    _c[w.dtype](*pointers, y.numel() // n, w.numel() // n, n, weight, eps, swiglu)
+    return y
+
+
+def _qlinear(x, w, factors, n: int, bits: int, norm, eps: float, swiglu: bool) -> Tensor:
+    y = torch.empty((*x.shape[:-1], n), dtype=torch.float32)
+    pointers = x.data_ptr(), w.data_ptr(), factors.data_ptr(), y.data_ptr()
+    K, weight = w.shape[1] * 32 // bits, None if norm is None else norm.data_ptr()
+    sizes = y.numel() // n, K, n, bits, K // factors.shape[1]
+    _c["qlinear"](*pointers, *sizes, weight, eps, swiglu)
     return y
 
 
@@ -92,41 +107,62 @@ def _begin_step(tokens: Tensor, positions: Tensor) -> Tensor:
 
 _ops.impl("begin_step", _begin_step, "CPU")
 _ops.impl("linear", _linear, "CPU")
+_ops.impl("qlinear", _qlinear, "CPU")
 _ops.impl("attend", _attend, "CPU")
 for name, fake in {
     "begin_step": lambda tokens, positions: torch.empty_like(tokens),
     "linear": lambda x, w, n, *rest: x.new_empty((*x.shape[:-1], n)),
+    "qlinear": lambda x, w, factors, n, *rest: x.new_empty((*x.shape[:-1], n)),
     "attend": lambda q, *rest: torch.empty_like(q, memory_format=torch.contiguous_format),
 }.items():
     torch.library.register_fake(f"ngram_spec::{name}", fake, lib=_ops)
 
 
 def pack(weight: Tensor, block: int) -> Tensor:
-    """[N, K] -> [N / block, K, block], in bf16 with columns j and block / 2 + j side by side."""
+    """[N, K] -> [N / block, K, block], in bf16 [N / block, K / 2, block, 2]: pairs of inputs."""
     N, K = weight.shape
-    blocks = weight.view(N // block, block, K).transpose(1, 2)  # [N / block, K, block]
-    if weight.dtype == torch.bfloat16:  # one 32-bit lane then holds two columns
-        blocks = blocks.unflatten(2, (2, block // 2)).transpose(2, 3)
-    return blocks.reshape(N // block, K, block).contiguous()
+    pair = (2,) if weight.dtype == torch.bfloat16 else ()
+    return weight.reshape(N // block, block, -1, *pair).transpose(1, 2).contiguous()
+
+
+def pack_codes(codes: Tensor, bits: int, block: int) -> Tensor:
+    """[N, K] uint8 -> [N / block, K * bits / 32, block] int32: 4 codes of a column per lane, in
+    int4 those 16 further on in the high halves of the bytes.
+    """
+    N, K = codes.shape
+    if bits == 4:
+        low, high = codes.view(N, K // 32, 2, 16).unbind(2)
+        codes = low | high << 4
+    codes = codes.reshape(N // block, block, -1, 4).transpose(1, 2)
+    return codes.contiguous().view(torch.int32).squeeze(3)
 
 
 class PackedLinear(nn.Module):
-    """y = f(x) W^T in float32 from packed weights [N / block, K, block]; f: identity, RMSNorm
-    or SwiGLU.
+    """y = f(x) W^T in float32 from packed weights [N / block, K, block] (bits: 8 or 4 for quantized
+    ones); f: identity, RMSNorm or SwiGLU.
 
     Norm and SwiGLU run inside the kernel, so that their bits, too, are the same eager or compiled,
     for any row count.
     """
 
-    def __init__(self, linear: nn.Module, block: int, norm=None, swiglu: bool = False):
+    def __init__(self, linear, block: int, norm=None, swiglu: bool = False, bits: int = 0):
         super().__init__()
-        self.n, self.swiglu, self.eps = linear.weight.shape[0], swiglu, norm.eps if norm else 0.0
-        self.register_buffer("packed", pack(linear.weight.data, block))
+        self.n, self.bits, weight = linear.weight.shape[0], bits, linear.weight.data
+        if bits:
+            codes, factors = quantize(weight, bits)
+            factors = factors.view(self.n // block, block, -1, 2).transpose(1, 2).contiguous()
+            self.register_buffer("factors", factors.view(torch.int32).squeeze(3))
+        packed = pack_codes(codes, bits, block) if bits else pack(weight, block)
+        self.register_buffer("packed", packed)
         self.register_buffer("norm", norm.weight.data.float() if norm else None)
+        self.f = norm.eps if norm else 0.0, swiglu
 
     def forward(self, x: Tensor) -> Tensor:  # [..., K] float32 (SwiGLU: 2 K) -> [..., N] float32
-        f = self.norm, self.eps, self.swiglu
-        return torch.ops.ngram_spec.linear(x.contiguous(), self.packed, self.n, *f)
+        x, ops = x.contiguous(), torch.ops.ngram_spec
+        if self.bits:
+            w = self.packed, self.factors, self.n, self.bits
+            return ops.qlinear(x, *w, self.norm, *self.f)
+        return ops.linear(x, self.packed, self.n, self.norm, *self.f)
 
 
 class PackedEmbedding(nn.Module):
@@ -138,9 +174,12 @@ class PackedEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:  # [N, T] int64 -> [N, T, K] float32
         packed, j = self.output.packed, tokens % self.output.packed.shape[2]
-        if packed.dtype == torch.bfloat16:
-            j = j % (packed.shape[2] // 2) * 2 + j // (packed.shape[2] // 2)
-        return packed[tokens // packed.shape[2], :, j].float()
+        if self.output.bits:
+            at = tokens // packed.shape[2], slice(None), j
+            step, low = self.output.factors[at].view(torch.float16).float().split(1, -1)
+            return packed[at].view(torch.uint8).float() * step + low
+        row = packed[tokens // packed.shape[2], :, j].float()
+        return row.flatten(-2) if packed.dtype == torch.bfloat16 else row
 
 
 def release_threads() -> None:
@@ -149,31 +188,34 @@ def release_threads() -> None:
         _c["release_threads"]()
 
 
-def install(model: nn.Module, cache_dir: Path) -> bool:
+def install(model: nn.Module, cache_dir: Path, bits: int = 0) -> bool:
     """Replace a CPU model's linear layers and attention by the packed kernels, one layer at a time.
 
+    bits: 0 to keep the weights, 8 or 4 to quantize them (the output layer to 8 bits in both).
     Returns whether it was done: not without a compiler, nor for shapes the kernels do not serve
     (all sizes multiples of 32, bfloat16 or float32), where torch's own operations stay.
     """
     linears = [x for x in model.modules() if isinstance(x, nn.Linear)]
     sizes = [n for x in linears for n in x.weight.shape] + [model.args.head_dim]
-    if any(n % 32 for n in sizes) or linears[0].weight.dtype not in SUFFIX:
+    dtype = linears[0].weight.dtype
+    if any(n % 32 for n in sizes) or dtype not in SUFFIX:
         return False
     if (lib := library(cache_dir)) is None:
         return False
     p, i, f = ctypes.c_void_p, ctypes.c_int, ctypes.c_float
-    for dtype, suffix in SUFFIX.items():
-        _c[dtype], _c["attend", dtype] = lib["linear_" + suffix], lib["attend_" + suffix]
-        _c[dtype].argtypes = [p] * 3 + [i] * 3 + [p, f, i]
-        _c["attend", dtype].argtypes = [p] * 6 + [i] * 7 + [f]
-        _c[dtype].restype = _c["attend", dtype].restype = None
-    _c["release_threads"], _c["begin_step"] = lib.release_threads, lib.begin_step
-    lib.begin_step.argtypes = [p, i]
+    for kind, suffix in SUFFIX.items():
+        _c[kind], _c["attend", kind] = lib["linear_" + suffix], lib["attend_" + suffix]
+        _c[kind].argtypes = [p] * 3 + [i] * 3 + [p, f, i]
+        _c["attend", kind].argtypes = [p] * 6 + [i] * 7 + [f]
+    for name in ("release_threads", "begin_step", "qlinear"):
+        _c[name] = lib[name]
+    _c["begin_step"].argtypes, _c["qlinear"].argtypes = [p, i], [p] * 4 + [i] * 5 + [p, f, i]
     block = lib.columns_per_block()
 
     def replace(parent: nn.Module, name: str, norm=None, swiglu: bool = False) -> None:
         linear = getattr(parent, name)
-        setattr(parent, name, PackedLinear(linear, block, norm, swiglu))
+        b = 8 if bits and name == "output" else bits
+        setattr(parent, name, PackedLinear(linear, block, norm, swiglu, b))
         linear.weight = None  # the unpacked weight goes before the next layer is packed
 
     for layer in model.layers:
@@ -188,5 +230,5 @@ def install(model: nn.Module, cache_dir: Path) -> bool:
     if model.args.tie_embeddings:
         model.tok_embeddings = PackedEmbedding(model.output)
     model.begin_step = torch.ops.ngram_spec.begin_step
-    model.activation_dtype, model.kv_layout = torch.float32, (block, block)
+    model.activation_dtype, model.kv_dtype, model.kv_layout = torch.float32, dtype, (block, block)
     return True

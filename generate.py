@@ -12,6 +12,7 @@ import cpu_kernels
 from batch import Job, as_prompt, read_jobs, run_jobs
 from checkpoint import cache_dir, load_weights, open_checkpoint, resolve
 from model import Transformer
+from quantize import BITS, quantize_linears
 from request import Request, Result, SamplingParams
 from scheduler import Scheduler
 from spec import SpecStats
@@ -89,8 +90,11 @@ class LLM:
     def __init__(
         self, model: str = "smollm2", *, spec: str = "ngram", k: int | None = None,
         max_seq_length: int | None = None, dtype: str = "bfloat16", device: str | None = None,
-        compile: bool = True, prefill_chunk_size: int | None = None, **options,
+        compile: bool = True, prefill_chunk_size: int | None = None, quantize: str = "none",
+        **options,
     ):  # fmt: skip
+        if quantize not in BITS:
+            raise ValueError(f"quantize is {quantize!r}: must be one of {', '.join(BITS)}")
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype!r}: must be one of {', '.join(DTYPES)}")
         self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -110,12 +114,16 @@ class LLM:
         with torch.device("meta"):
             self.model = Transformer(self.args).eval().requires_grad_(False)
         load_weights(checkpoint, self.model, DTYPES[dtype], self.device)
-        self.weight_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        if not self.args.tie_embeddings:  # of an untied embedding a step reads a few rows only
-            self.weight_bytes -= self.model.tok_embeddings.weight.numel() * DTYPES[dtype].itemsize
         # Whether a row's bits are free of the step's shape (level two): then k, batch and chunks
         # change no token.
-        self.shape_invariant = self.device == "cpu" and cpu_kernels.install(self.model, cache_dir())
+        bits, where = BITS[quantize], cache_dir()
+        self.shape_invariant = self.device == "cpu" and cpu_kernels.install(self.model, where, bits)
+        if bits and not self.shape_invariant:
+            quantize_linears(self.model, bits)
+        weights = [*self.model.parameters(), *self.model.buffers()]
+        self.weight_bytes = sum(t.nbytes for t in weights)
+        if not self.args.tie_embeddings:  # of an untied embedding a step reads a few rows only
+            self.weight_bytes -= self.model.tok_embeddings.weight.nbytes
         self.load_seconds = time.perf_counter() - start
         self.scheduler = Scheduler(
             self.model, eos_ids=self.tokenizer.eos_ids, spec=spec,
@@ -255,6 +263,7 @@ def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     add("--max_batch_size", type=int, default=1, help="requests decoded together (default: 1)")
     add("--max_seq_length", type=int, help="prompt + output, tokens (default: min(2048, model's))")
     add("--dtype", choices=list(DTYPES), default="bfloat16", help="default: bfloat16")
+    add("--quantize", choices=list(BITS), default="none", help="weights (default: none)")
     add("--device", help="cpu or cuda (default: cuda if there is one)")
     add("--compile", action=flag, default=True, help="compile the step (default: on)")
     add("--async", action=flag, default=True, dest="run_async", help="run ahead (default: on)")
@@ -356,7 +365,7 @@ def run(args: argparse.Namespace) -> None:
             raise ValueError("the prompt is empty: give at least one character")
         jobs = [Job(prompt, [], params)]
     names = "model spec k ngram_min ngram_max max_batch_size max_seq_length".split()
-    names += "dtype device compile run_async prefix_cache".split()
+    names += "dtype quantize device compile run_async prefix_cache".split()
     print("loading and compiling (the first time takes longer)...", file=sys.stderr)
     llm = LLM(**{name: getattr(args, name) for name in names})
     chat = llm.tokenizer.chat_template is not None if args.chat is None else args.chat

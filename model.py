@@ -188,6 +188,7 @@ class Transformer(nn.Module):
         if args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
         self.activation_dtype: torch.dtype | None = None  # None: that of the weights
+        self.kv_dtype: torch.dtype | None = None  # None: that of the weights
         self.begin_step = lambda tokens, positions: tokens  # on CPU: skip rows of position -1
         self.kv_layout: tuple[int, int] | None = None  # (page, chunk) of KVCache
 

@@ -28,8 +28,8 @@ class Slots:
 
     def __init__(self, model: Transformer, batch_size: int, max_seq_length: int, k: int, device):
         args, B = model.args, batch_size
-        weights = [*model.parameters(), *model.buffers()]
-        dtype = next(t.dtype for t in weights if t.is_floating_point() and t.dim() > 1)
+        weights = [t for t in model.parameters() if t.dim() > 1]
+        dtype = model.kv_dtype or weights[0].dtype
         # Room for a row at its limit to write 1 + k rows; the very last is scratch.
         self.cache = KVCache(model, B, max_seq_length + k + 1, dtype, device)
         self.size = size = self.cache.size

@@ -18,12 +18,12 @@ SCALINGS = {
 
 
 @torch.no_grad()
-def logits_of(model, tokens, chunks, dtype=None, batch=1, slot=0):
+def logits_of(model, tokens, chunks, dtype=None, batch=1, slot=0, size=128):
     """Logits [1, sum(chunks), V], computed chunk by chunk in one slot of a cache of `batch`
     slots.
     """
     dtype = dtype or next(t.dtype for t in [*model.parameters(), *model.buffers()] if t.dim() > 1)
-    cache, size, at, out = KVCache(model, batch, 128, dtype), 128, 0, []
+    cache, at, out = KVCache(model, batch, size, dtype), 0, []
     rope = rope_table(model.args, size)
     for n in chunks:
         positions = torch.arange(at, at + n)[None]
@@ -88,7 +88,7 @@ def test_linear_kernel_gives_a_row_the_same_bits_among_any_others(dtype, n):
     linear = torch.nn.Linear(96, 160, bias=False).to(dtype).requires_grad_(False)
     norm = torch.nn.RMSNorm(96, eps=1e-5)
     for packed in (PackedLinear(linear, block(), norm), PackedLinear(linear, block(), swiglu=True)):
-        x = torch.randn(64, 96 * (1 + packed.swiglu))
+        x = torch.randn(64, 96 * (1 + packed.f[1]))
         one = torch.cat([packed(row[None]) for row in x])
         assert torch.equal(packed(x[:n]), one[:n])
         assert torch.equal(packed(x[64 - n :]), one[64 - n :])
