@@ -126,7 +126,7 @@ struct Rows {
 };
 
 static Rows prepare(const float* x, float* y, int M, int K, int N, const float* norm, float eps,
-                    bool swiglu, bool narrow = false) {
+                    bool swiglu) {
   static thread_local std::vector<float> ready_rows;
   static thread_local std::vector<int> all;
   if (M != step_rows) {
@@ -144,21 +144,13 @@ static Rows prepare(const float* x, float* y, int M, int K, int N, const float* 
 #pragma omp parallel for if (rows > 16)
   for (int r = 0; r < rows; r++) {
     const float* row = x + (int64_t)at[r] * columns;
-    float* out = ready + (int64_t)r * K;
-    if (norm || swiglu) prologue(row, out, K, norm, eps);
-    else memcpy(out, row, K * 4);
-#ifdef __AVX512BF16__
-    for (int k = 0; narrow && k < K; k += 16) {  // in place: the front half of the row's room
-      __m256bh b = _mm512_cvtneps_pbh(_mm512_loadu_ps(out + k));
-      memcpy((uint16_t*)out + k, &b, sizeof b);
-    }
-#endif
+    if (norm || swiglu) prologue(row, ready + (int64_t)r * K, K, norm, eps);
+    else memcpy(ready + (int64_t)r * K, row, K * 4);
   }
   return {rows, at, ready};
 }
 
 // The tile for packed bf16 weights: w [K / 2, NB] lanes, each with column j of rows k and k + 1.
-// With bf16 instructions x is narrowed, too (`prepare`), and a lane takes both in one.
 template <int R>
 static void pair_tile(const float* x, const uint32_t* w, float* y, const int* at, int K, int N) {
   vf a[R][2];
@@ -167,15 +159,6 @@ static void pair_tile(const float* x, const uint32_t* w, float* y, const int* at
     __builtin_prefetch(w + NB * 16);
     __builtin_prefetch(w + NB * 16 + VL);
     vu w0 = load<vu>(w), w1 = load<vu>(w + VL);
-#ifdef __AVX512BF16__
-    for (int r = 0; r < R; r++) {
-      int32_t pair;
-      memcpy(&pair, (const uint16_t*)(x + (int64_t)r * K) + k, 4);
-      __m512bh b = (__m512bh)_mm512_set1_epi32(pair);
-      a[r][0] = (vf)_mm512_dpbf16_ps((__m512)a[r][0], (__m512bh)w0, b);
-      a[r][1] = (vf)_mm512_dpbf16_ps((__m512)a[r][1], (__m512bh)w1, b);
-    }
-#else
     for (int i = 0; i < 2; i++) {
       vf v0 = (vf)(i ? w0 & 0xffff0000u : w0 << 16), v1 = (vf)(i ? w1 & 0xffff0000u : w1 << 16);
       for (int r = 0; r < R; r++) {
@@ -184,7 +167,6 @@ static void pair_tile(const float* x, const uint32_t* w, float* y, const int* at
         a[r][1] += b * v1;
       }
     }
-#endif
   }
   for (int r = 0; r < R; r++) memcpy(y + (int64_t)at[r] * N, a[r], NB * 4);
 }
@@ -196,22 +178,16 @@ static void pair_tiles(int rows, const float* x, const uint32_t* w, float* y, co
   if constexpr (R > 1) pair_tiles<R - 1>(rows, x, w, y, at, K, N);
 }
 
-#ifdef __AVX512BF16__
-constexpr bool DOT = true;
-#else
-constexpr bool DOT = false;
-#endif
-
 // y [M, N] = prologue(x) w^T, w [N / NB, K, NB] float32 or [N / NB, K / 2, NB] pairs of bf16
 template <bool PAIRS>
 static void linear(const float* x, const float* w, float* y, int M, int K, int N,
                    const float* norm, float eps, bool swiglu) {
-  auto [rows, at, ready] = prepare(x, y, M, K, N, norm, eps, swiglu, PAIRS && DOT);
+  auto [rows, at, ready] = prepare(x, y, M, K, N, norm, eps, swiglu);
 #pragma omp parallel for schedule(static)
   for (int n = 0; n < N / NB; n++) {
     const float* wn = w + (int64_t)n * (PAIRS ? K / 2 : K) * NB;
     static thread_local std::vector<float> wide;  // many rows: convert a block once, then reuse it
-    bool widen = PAIRS && !DOT && rows >= 4 * MAX_ROWS;
+    bool widen = PAIRS && rows >= 4 * MAX_ROWS;
     if (widen) {
       wide.resize((size_t)K * NB + NB * 32);
       for (int k = 0; k < K; k++)
