@@ -116,11 +116,11 @@ def test_quantize_linears_replaces_every_one_of_them():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mode, fall", [("int8", 0.005), ("int4", 0.04)])
+@pytest.mark.parametrize("mode, fall", [("int8", 0.02), ("int4", 0.04)])
 def test_quantization_costs_little_likelihood_and_no_identity(mode, fall, smollm2):
     from generate import LLM, SamplingParams
 
-    text = (ROOT / "README.md").read_text("utf-8")[:3000] + (ROOT / "spec.py").read_text()[:3000]
+    text = (ROOT / "README.md").read_text("utf-8")[:2400] + (ROOT / "spec.py").read_text()[:2400]
 
     def likelihood(llm) -> float:
         ids = torch.tensor([llm.encode(text)])
