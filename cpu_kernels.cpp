@@ -226,23 +226,24 @@ static inline vf half(vu h) {
   return (vf)((vu)((vf)((h & 0x7fff) << 13) * 0x1p112f) | (h & 0x8000) << 16);
 }
 
-// The quantized tile: rows x [R, K] of int8, to be multiplied by scale [R]; weights are codes in
-// 0..255 or 0..15, `group` of a row share (factor, low), w = factor * code + low. sums [R, K /
-// group]: of x in each group. Integers are exact and groups are added in order: shape-invariant.
+// The quantized tile. Rows x [R, K] are int8, each `run` of them to be multiplied by a scale; sums
+// are the runs' sums, both [R, K / run]. Weights are codes in 0..255, with one (factor, low) for
+// the whole row, or 0..15, with one for each run: w = factor * code + low. Integers are exact and
+// runs are added in order: shape-invariant.
 template <int BITS, int R>
-static void qtile(const int8_t* x, const float* sums, const float* scale, const uint32_t* w,
-                  const uint32_t* factors, float* y, const int* at, int K, int N, int group) {
+static void qtile(const int8_t* x, const float* sums, const float* scales, const uint32_t* w,
+                  const uint32_t* factors, float* y, const int* at, int K, int N, int run) {
   vf total[R][2];
   for (int r = 0; r < R; r++) total[r][0] = total[r][1] = vf{};
-  for (int g = 0; g < K / group; g++, factors += NB) {
+  for (int g = 0; g < K / run; g++, factors += BITS == 4 ? NB : 0) {
     vi a[R][2];
     for (int r = 0; r < R; r++) a[r][0] = a[r][1] = vi{};
-    for (int k = 0; k < group; k += 32 / BITS, w += NB) {
+    for (int k = 0; k < run; k += 32 / BITS, w += NB) {
       __builtin_prefetch(w + NB * 16);
       __builtin_prefetch(w + NB * 16 + VL);
       vu w0 = load<vu>(w), w1 = load<vu>(w + VL);
       for (int r = 0; r < R; r++) {
-        const int8_t* xr = x + (int64_t)r * K + g * group + (BITS == 4 ? k / 2 : k);
+        const int8_t* xr = x + (int64_t)r * K + g * run + (BITS == 4 ? k / 2 : k);
         int32_t x0, x1;
         memcpy(&x0, xr, 4);
         if constexpr (BITS == 8) {
@@ -259,34 +260,31 @@ static void qtile(const int8_t* x, const float* sums, const float* scale, const 
       vu f = load<vu>(factors + v * VL);
       vf factor = half(f), low = half(f >> 16);
       for (int r = 0; r < R; r++) {
-        float sum = sums[r * (K / group) + g];
-        total[r][v] += __builtin_convertvector(a[r][v], vf) * factor + low * sum;
+        int at_run = r * (K / run) + g;
+        vf sum = __builtin_convertvector(a[r][v], vf) * factor + low * sums[at_run];
+        total[r][v] += sum * scales[at_run];
       }
     }
   }
-  for (int r = 0; r < R; r++)
-    for (int v = 0; v < 2; v++) {
-      vf out = total[r][v] * scale[r];
-      memcpy(y + (int64_t)at[r] * N + v * VL, &out, sizeof out);
-    }
+  for (int r = 0; r < R; r++) memcpy(y + (int64_t)at[r] * N, total[r], NB * 4);
 }
 
 template <int BITS, int R = MAX_ROWS / (BITS == 4 ? 2 : 1)>
-static void qtiles(int rows, const int8_t* x, const float* sums, const float* scale,
+static void qtiles(int rows, const int8_t* x, const float* sums, const float* scales,
                    const uint32_t* w, const uint32_t* factors, float* y, const int* at, int K,
-                   int N, int group) {
-  if (rows == R) return qtile<BITS, R>(x, sums, scale, w, factors, y, at, K, N, group);
-  if constexpr (R > 1) qtiles<BITS, R - 1>(rows, x, sums, scale, w, factors, y, at, K, N, group);
+                   int N, int run) {
+  if (rows == R) return qtile<BITS, R>(x, sums, scales, w, factors, y, at, K, N, run);
+  if constexpr (R > 1) qtiles<BITS, R - 1>(rows, x, sums, scales, w, factors, y, at, K, N, run);
 }
 
-// x [K] -> round(x / scale) in -127..127, the sums of it by group; returns the scale
-static float quantize(const float* x, int8_t* q, float* sums, int K, int group) {
-  float top = 1e-30f;
-  for (int k = 0; k < K; k++) top = fabsf(x[k]) > top ? fabsf(x[k]) : top;
-  float inverse = 127.0f / top;
-  for (int g = 0; g < K / group; g++) {
+// x [K] -> by runs: round(x / scale) in -127..127, the sum of those, the scale
+static void quantize(const float* x, int8_t* q, float* sums, float* scales, int K, int run) {
+  for (int g = 0; g < K / run; g++, x += run, q += run) {
+    float top = 1e-30f;
+    for (int k = 0; k < run; k++) top = fabsf(x[k]) > top ? fabsf(x[k]) : top;
+    float inverse = 127.0f / top;
     i8 sum = i8{};
-    for (int k = g * group; k < (g + 1) * group; k += 8) {
+    for (int k = 0; k < run; k += 8) {
       i8 bits = (i8)(get8(x + k) * inverse + 12582912.0f) - 0x4b400000;  // as in exp8
       for (int i = 0; i < 8; i++) q[k + i] = bits[i];
       sum += bits;
@@ -294,36 +292,38 @@ static float quantize(const float* x, int8_t* q, float* sums, int K, int group) 
     int total = 0;
     for (int i = 0; i < 8; i++) total += sum[i];
     sums[g] = total;
+    scales[g] = top / 127.0f;
   }
-  return top / 127.0f;
 }
 
 // y [M, N] = prologue(x) w^T with quantized weights: w [N / NB, K / (32 / BITS), NB] uint32,
-// factors [N / NB, K / group, NB] (two halves each)
+// factors [N / NB, 1 or K / 32, NB] (two halves each)
 template <int BITS>
 static void qlinear(const float* x, const uint32_t* w, const uint32_t* factors, float* y, int M,
-                    int K, int N, int group, const float* norm, float eps, bool swiglu) {
+                    int K, int N, const float* norm, float eps, bool swiglu) {
   static thread_local std::vector<int8_t> codes;
   static thread_local std::vector<float> row_sums, row_scales;
+  const int run = BITS == 4 || K % 64 ? 32 : 64, groups = BITS == 4 ? K / 32 : 1;
   auto [rows, at, ready] = prepare(x, y, M, K, N, norm, eps, swiglu);
   codes.resize((size_t)rows * K);
-  row_sums.resize((size_t)rows * (K / group));
-  row_scales.resize(rows);
+  row_sums.resize((size_t)rows * (K / run));
+  row_scales.resize((size_t)rows * (K / run));
   int8_t* q = codes.data();
-  float *sums = row_sums.data(), *scale = row_scales.data();
+  float *sums = row_sums.data(), *scales = row_scales.data();
 #pragma omp parallel for if (rows > 16)
   for (int r = 0; r < rows; r++) {
     int64_t k = (int64_t)r * K;
-    scale[r] = quantize(ready + k, q + k, sums + k / group, K, group);
+    quantize(ready + k, q + k, sums + k / run, scales + k / run, K, run);
   }
   constexpr int MOST = MAX_ROWS / (BITS == 4 ? 2 : 1);
 #pragma omp parallel for schedule(static)
   for (int n = 0; n < N / NB; n++)
     for (int r = 0; r < rows;) {
       int left = (rows - r + MOST - 1) / MOST, R = (rows - r + left - 1) / left;
-      qtiles<BITS>(R, q + (int64_t)r * K, sums + r * (K / group), scale + r,
-                   w + (int64_t)n * (K / (32 / BITS)) * NB, factors + (int64_t)n * (K / group) * NB,
-                   y + n * NB, at + r, K, N, group);
+      int64_t k = (int64_t)r * K;
+      qtiles<BITS>(R, q + k, sums + k / run, scales + k / run,
+                   w + (int64_t)n * (K / (32 / BITS)) * NB, factors + (int64_t)n * groups * NB,
+                   y + n * NB, at + r, K, N, run);
       r += R;
     }
 }
@@ -412,8 +412,8 @@ void linear_bf16(const float* x, const float* w, float* y, int M, int K, int N, 
   linear<true>(x, w, y, M, K, N, norm, eps, swiglu);
 }
 void qlinear(const float* x, const uint32_t* w, const uint32_t* factors, float* y, int M, int K,
-             int N, int bits, int group, const float* norm, float eps, int swiglu) {
-  (bits == 4 ? qlinear<4> : qlinear<8>)(x, w, factors, y, M, K, N, group, norm, eps, swiglu);
+             int N, int bits, const float* norm, float eps, int swiglu) {
+  (bits == 4 ? qlinear<4> : qlinear<8>)(x, w, factors, y, M, K, N, norm, eps, swiglu);
 }
 void attend_f32(const float* q, const float* k, const float* v, float* out, const int64_t* pos,
                 const int64_t* slot, int N, int T, int H, int G, int S, int E, int window,

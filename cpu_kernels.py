@@ -83,9 +83,8 @@ def _linear(x: Tensor, w: Tensor, n: int, norm: Tensor | None, eps: float, swigl
 def _qlinear(x, w, factors, n: int, bits: int, norm, eps: float, swiglu: bool) -> Tensor:
     y = torch.empty((*x.shape[:-1], n), dtype=torch.float32)
     pointers = x.data_ptr(), w.data_ptr(), factors.data_ptr(), y.data_ptr()
-    K, weight = w.shape[1] * 32 // bits, None if norm is None else norm.data_ptr()
-    sizes = y.numel() // n, K, n, bits, K // factors.shape[1]
-    _c["qlinear"](*pointers, *sizes, weight, eps, swiglu)
+    sizes = y.numel() // n, w.shape[1] * 32 // bits, n, bits
+    _c["qlinear"](*pointers, *sizes, None if norm is None else norm.data_ptr(), eps, swiglu)
     return y
 
 
@@ -209,7 +208,7 @@ def install(model: nn.Module, cache_dir: Path, bits: int = 0) -> bool:
         _c["attend", kind].argtypes = [p] * 6 + [i] * 7 + [f]
     for name in ("release_threads", "begin_step", "qlinear"):
         _c[name] = lib[name]
-    _c["begin_step"].argtypes, _c["qlinear"].argtypes = [p, i], [p] * 4 + [i] * 5 + [p, f, i]
+    _c["begin_step"].argtypes, _c["qlinear"].argtypes = [p, i], [p] * 4 + [i] * 4 + [p, f, i]
     block = lib.columns_per_block()
 
     def replace(parent: nn.Module, name: str, norm=None, swiglu: bool = False) -> None:

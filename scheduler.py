@@ -7,9 +7,9 @@ work is a queue of jobs executed in order, so the host may queue step i + 1 befo
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import FunctionType
@@ -158,14 +158,16 @@ def device_thread() -> ThreadPoolExecutor:
 
 
 class Device:
-    """Executes jobs in order: at once, or on one thread that runs ahead of the host (run_async)."""
+    """Executes jobs in order, on one thread that runs ahead of the host (run_async) or is waited
+    for, job by job.
+    """
 
     def __init__(self, run_async: bool):
-        if run_async:
-            cpu_kernels.release_threads()
-        self.pool = device_thread() if run_async else None
+        cpu_kernels.release_threads()
+        self.pool, self.run_async = device_thread(), run_async
         self.busy_until = 0.0  # when the last job ended
         self.waited = 0.0  # seconds between jobs
+        self.seconds = Counter()  # in jobs, by the name of the function
 
     def _run(self, function, *args):
         start = time.perf_counter()
@@ -174,18 +176,14 @@ class Device:
         with torch.no_grad():
             result = function(*args)
         self.busy_until = time.perf_counter()
+        self.seconds[function.__name__] += self.busy_until - start
         return result
 
     def submit(self, function, *args) -> Future:
-        if self.pool:
-            return self.pool.submit(self._run, function, *args)
-        future = Future()
-        try:
-            future.set_result(self._run(function, *args))
-        except Exception as e:
-            future.set_exception(e)
+        future = self.pool.submit(self._run, function, *args)
+        if not self.run_async:
+            wait([future])
         return future
-
 
 
 @dataclass(eq=False)
@@ -285,6 +283,7 @@ class Scheduler:
     def step(self) -> list[Request]:
         """Admit, prefill, launch a decode step, read one that is done. -> requests it finished."""
         begin, waited = time.perf_counter(), 0.0
+        busy = 0 if self.run_async else self.device.seconds.total()
         self._admit()
         self._prefill()
         # A step in flight yields a token at least: launch none that a request cannot need.
@@ -299,6 +298,8 @@ class Scheduler:
             self.in_flight[0][1].exception()  # wait; raised below, when it is read
             waited += time.perf_counter() - start
             self._read()
+        if not self.run_async:  # it waited for every job
+            waited = self.device.seconds.total() - busy
         self.host_seconds += time.perf_counter() - begin - waited
         done, self.done = self.done, []
         return done
@@ -313,7 +314,6 @@ class Scheduler:
         for request in [*self.waiting, *(s.request for s in self.slots if s.request)]:
             self.abort(request)
         self.device.submit(lambda: None).result()
-
 
     def _running(self, state: str) -> list[Request]:
         return [s.request for s in self.slots if s.request is not None and s.request.state == state]

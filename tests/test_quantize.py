@@ -40,19 +40,24 @@ def test_weights_of_a_q4_1_file_come_back_as_they_were():
 
 
 def expected(x, layer, bits):
-    """In float64: the row in 255 steps, times the weight that the codes stand for."""
+    """In float64: each 32 (int8: 64 if they divide the row) inputs of a row in 255 steps, times the
+    weight that the codes stand for.
+    """
     codes, factors = quantize(layer.weight.data, bits)
-    scale = x.abs().amax(1, keepdim=True) / 127
-    return (x / scale).round().double() * scale.double() @ dequantize(codes, factors).double().T
+    runs = x.view(len(x), -1, 64 if bits == 8 and x.shape[1] % 64 == 0 else 32)
+    scale = runs.abs().amax(2, keepdim=True) / 127
+    rounded = ((runs / scale).round().double() * scale.double()).view(x.shape)
+    return rounded @ dequantize(codes, factors).double().T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", [8, 4])
-def test_quantized_kernel_equals_float64(bits, dtype):
-    layer, x = linear(dtype=dtype), torch.randn(23, 96)
+@pytest.mark.parametrize("k", [96, 128])
+def test_quantized_kernel_equals_float64(bits, dtype, k):
+    layer, x = linear(160, k, dtype), torch.randn(23, k)
     got = PackedLinear(layer, block(), bits=bits)(x)
     assert (got - expected(x, layer, bits)).abs().max() < 2e-3 * got.abs().max()  # ties may round apart
-    norm = torch.nn.RMSNorm(96, eps=1e-5)
+    norm = torch.nn.RMSNorm(k, eps=1e-5)
     torch.nn.init.uniform_(norm.weight, 0.5, 2)
     got = PackedLinear(layer, block(), norm, bits=bits)(x)
     assert (got - expected(norm(x), layer, bits)).abs().max() < 5e-3 * got.abs().max()
@@ -116,7 +121,7 @@ def test_quantize_linears_replaces_every_one_of_them():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mode, fall", [("int8", 0.02), ("int4", 0.04)])
+@pytest.mark.parametrize("mode, fall", [("int8", 0.005), ("int4", 0.04)])
 def test_quantization_costs_little_likelihood_and_no_identity(mode, fall, smollm2):
     from generate import LLM, SamplingParams
 
